@@ -1,9 +1,10 @@
 """Orbax's JSON files: `_METADATA`, `_CHECKPOINT_METADATA`, `_sharding`, `array_metadatas/process_0`, `_strings.json`.
 
 What is recorded, and why (seen with orbax-checkpoint 0.12.8, by StandardCheckpointer, PyTreeCheckpointer,
-CheckpointManager and v1, with and without targets): every array leaf has the value type `np.ndarray`, since a leaf
-of type `jax.Array` whose saved devices are absent does not load bare; `_sharding` names every leaf all the same,
-since v1 looks there for targets without a sharding; `array_metadatas` is what brings a PRNG key back typed.
+CheckpointManager and v1, with and without targets): array leaves have the value type `np.ndarray`, since a leaf of
+type `jax.Array` whose saved devices are absent does not load bare. PRNG keys are `jax.Array` all the same, on a
+device that is everywhere, since only so, with `array_metadatas`, do they come back typed. `_sharding` names every
+leaf, since v1 looks there for targets without a sharding. Python numbers are `scalar` and come back as such.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ SCALAR_KINDS = frozenset(
 _T = TypeVar("_T")
 _SEQUENCE, _DICT = 1, 2
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
-_CPU = '{"sharding_type": "SingleDeviceSharding", "device_str": "cpu:0"}'
+_FIRST_DEVICE = (  # the device with id 0, whatever its platform; "cpu:0" would be absent where JAX runs on a GPU
+    '{"sharding_type":"NamedSharding","shape":[1],"axis_names":["x"],"partition_spec":[],'
+    '"device_mesh":{"mesh":[{"id":0}]}}'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,7 @@ def render(
                 "custom_metadata": dict(custom_metadata) or None,
             }
         ),
-        SHARDING: encode({base64.b64encode(name.encode()).decode(): _CPU for name in by_name}),
+        SHARDING: encode({base64.b64encode(name.encode()).decode(): _FIRST_DEVICE for name in by_name}),
         ARRAY_METADATAS: encode({"array_metadatas": [_array_metadata(name, by_name[name]) for name in by_name]}),
     }
     if not item:
@@ -137,8 +141,9 @@ def _value_metadata(
     name = ".".join([str(key) for key, _ in keys])
     if name in strings:
         return {"value_type": "string", "skip_deserialize": False}
-    kind = "scalar" if arrays[name].kind in SCALAR_KINDS else "np.ndarray"
-    return {"value_type": kind, "skip_deserialize": False}
+    kind = arrays[name].kind
+    value_type = "jax.Array" if kind.startswith(PRNG) else "scalar" if kind in SCALAR_KINDS else "np.ndarray"
+    return {"value_type": value_type, "skip_deserialize": False}
 
 
 def _array_metadata(name: str, record: ArrayRecord) -> dict[str, Any]:
