@@ -1,0 +1,1 @@
+"""Hugging Face models: what their files hold, and importing them."""
