@@ -34,6 +34,7 @@ __all__ = [
 MAX_RANK = 32  # TensorStore's limit
 COMPRESSORS = ("zstd", "gzip", "zlib")
 CRC_BYTES = 4
+MAX_NESTED_SHARDS = 8  # nobody nests more than one in another; decoding is a recursion
 
 
 class Codec(NamedTuple):
@@ -187,6 +188,8 @@ def parse(data: bytes, zarr_format: int) -> ArrayMetadata:
         return _parse3(fields) if zarr_format == 3 else _parse2(fields)
     except FormatError as error:
         raise type(error)(f"{file}: {error}") from error
+    except RecursionError as error:
+        raise UnsupportedFormatError(f"{file}: codecs are nested too deeply.") from error
 
 
 def _parse3(fields: dict[str, Any]) -> ArrayMetadata:
@@ -308,6 +311,11 @@ def _sharding(configuration: dict[str, Any], dtype: Dtype, shape: Shape, fill_va
         if part.chain is None:
             raise _ForeignError(f"{part.foreign} inside sharding_indexed")
     assert index.chain is not None
+    depth, below = 1, inner.chain
+    while below is not None and below.sharding is not None:
+        depth, below = depth + 1, below.sharding.inner.chain
+    if depth > MAX_NESTED_SHARDS:
+        raise _ForeignError(f"sharding_indexed nested {depth} deep")
     if index.chain.compressor is not None or index.chain.sharding is not None:
         raise _ForeignError("a shard index of variable length")
     return Sharding(inner, index, location == "end")
