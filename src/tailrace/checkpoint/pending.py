@@ -1,0 +1,240 @@
+"""Opening the pending directory of a transaction: new, resumed, rolled forward or refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tailrace.checkpoint import publish
+from tailrace.checkpoint.ledger import PREFIX
+from tailrace.errors import CheckpointExistsError, FormatError, PendingError, StorageError
+from tailrace.format import journal
+from tailrace.format.keys import KeyPath
+from tailrace.storage.location import pending_path
+from tailrace.storage.lock import Lock
+from tailrace.storage.posix import fsync_dir, make_dirs, remove_empty, remove_tree, storage_errors
+
+WORK = publish.WORK
+ABORTED = ".work-aborted"
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What the journals of a transaction say, the newest call on top."""
+
+    declared: dict[KeyPath, journal.Declare] = field(default_factory=dict)
+    chunks: list[tuple[KeyPath, str, journal.Chunk | journal.Partial]] = field(default_factory=list)  # leaf, data file
+    inherited: set[str] = field(default_factory=set)
+    files: set[str] = field(default_factory=set)
+    texts: dict[KeyPath, str] = field(default_factory=dict)
+    structures: list[tuple[KeyPath, bytes]] = field(default_factory=list)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    fingerprint: dict[str, Any] | None = None
+    sequence: int = 0
+
+
+@dataclass(slots=True)
+class Pending:
+    """A pending directory that is ours to write, and what it holds already (None: nothing)."""
+
+    root: Path
+    lock: Lock
+    replayed: Replayed | None
+    made_parents: list[Path]
+
+
+def open_pending(final: Path, *, resume: bool, overwrite: bool, takeover: bool) -> Pending:
+    """Make or take over the pending directory of a transaction that will publish at `final`.
+
+    Raises CheckpointExistsError, PendingError, LockedError or StorageError; then nothing has changed.
+    """
+    publish.recover(final)
+    refuse_target(final, overwrite=overwrite)
+    root = pending_path(final)
+    if os.path.lexists(root):
+        _finish_abort(root)
+    if not os.path.lexists(root):
+        with storage_errors(f"creating {root}"):
+            made = make_dirs(final.parent)
+            try:
+                root.mkdir(exist_ok=True)
+                for directory in (WORK, "d"):
+                    (root / directory).mkdir(exist_ok=True)
+                fsync_dir(root)
+                fsync_dir(final.parent)
+            except BaseException:
+                for directory in ("d", WORK, ""):
+                    (root / directory).rmdir() if (root / directory).is_dir() else None
+                remove_empty(made)
+                raise
+    else:
+        made = []
+        _refuse_foreign(root)
+    with storage_errors(f"locking {root}"):
+        lock = Lock(root / WORK, takeover=takeover)
+    try:
+        replayed = _take_stock(root, final, resume=resume)
+    except BaseException:
+        lock.release()
+        raise
+    return Pending(root, lock, replayed, made)
+
+
+def refuse_target(final: Path, *, overwrite: bool) -> None:
+    """Refuse a path that holds something, unless it may be replaced: a checkpoint, and only with `overwrite`."""
+    if not os.path.lexists(final):
+        blocker = next((parent for parent in final.parents if os.path.lexists(parent)), None)
+        if blocker is not None and not blocker.is_dir():
+            raise StorageError.wrap(NotADirectoryError(20, os.strerror(20)), f"creating {final}: {blocker} is a file")
+        return
+    if not final.is_dir():
+        raise CheckpointExistsError(f"{final} is a file. Choose another path, or move it away.")
+    names = sorted(entry.name for entry in final.iterdir())
+    if not names:
+        if overwrite:
+            return
+        raise CheckpointExistsError(
+            f"{final} is there already (an empty directory). Remove it, or pass overwrite=True (--overwrite)."
+        )
+    if not publish.is_checkpoint(final):
+        raise CheckpointExistsError(
+            f"{final} is a directory that holds no checkpoint, but "
+            f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}. "
+            f"It is not replaced, whatever is asked: choose another path, or move it away."
+        )
+    if not overwrite:
+        raise CheckpointExistsError(
+            f"{final} holds a checkpoint already. Choose another path, or pass overwrite=True (--overwrite) to "
+            "replace it."
+        )
+
+
+def discard(final: Path) -> bool:
+    """Delete the unfinished transaction of a dead writer at `final`; whether there was one.
+
+    Raises LockedError while its writer lives, PendingError for a directory that is not a transaction's.
+    """
+    publish.recover(final)
+    root = pending_path(final)
+    if not os.path.lexists(root):
+        return False
+    _finish_abort(root)
+    if os.path.lexists(root):
+        _refuse_foreign(root)
+        with storage_errors(f"discarding {root}"):
+            lock = Lock(root / WORK)
+            erase(root, lock)
+    return True
+
+
+def erase(root: Path, lock: Lock) -> None:
+    """Delete a pending directory that we hold. A kill on the way leaves one that the next writer finishes deleting."""
+    (root / WORK).rename(root / ABORTED)
+    fsync_dir(root)
+    lock.release()
+    remove_tree(root)
+
+
+def _finish_abort(root: Path) -> None:
+    if (root / ABORTED).is_dir():
+        with storage_errors(f"deleting the aborted transaction {root}"):
+            remove_tree(root)
+
+
+def _refuse_foreign(root: Path) -> None:
+    if not root.is_dir():
+        raise PendingError(f"{root} is in the way: it is a file, not a transaction of tailrace. Move it away.")
+    names = {entry.name for entry in root.iterdir()}
+    if WORK not in names and names - {"d"}:
+        raise PendingError(
+            f"{root} is in the way: it has the name of an unfinished transaction, but holds "
+            f"{', '.join(sorted(names)[:5])} and no {WORK}. "
+            f"Move it away."
+        )
+    for directory in (WORK, "d"):
+        (root / directory).mkdir(exist_ok=True)  # killed between its first two system calls
+
+
+def _take_stock(root: Path, final: Path, *, resume: bool) -> Replayed | None:
+    journals = sorted((root / WORK).glob(f"{PREFIX}*"))
+    if not journals:
+        strays = [entry.name for entry in (root / "d").iterdir() if entry.stat().st_size]
+        if strays:
+            raise PendingError(
+                f"{root} holds {len(strays)} data files and no journal that says what they are. Move it away."
+            )
+        return None
+    if not resume:
+        raise PendingError(
+            f"an unfinished transaction for {final} is at {root}. Open it with resume=True to go on (rerun the same "
+            "command), "
+            f"or discard it with Writer({os.fspath(final)!r}, resume=True).abort()."
+        )
+    try:
+        replayed = replay([path.read_bytes() for path in journals])
+    except FormatError as error:
+        raise PendingError(f"{root}: {error} Move it away to start anew.") from error
+    for entry in [*root.glob("d/*"), *root.glob("ocdbt.process_*/d/*")]:
+        if entry.relative_to(root).as_posix() not in replayed.files:  # never acknowledged: no record will ever name it
+            entry.unlink()
+    return replayed
+
+
+def replay(journals: list[bytes]) -> Replayed:
+    """Put together what journals say; for each thing the record with the highest sequence counts."""
+    state = Replayed()
+    deleted: dict[KeyPath, int] = {}
+    texts: dict[KeyPath, tuple[int, str]] = {}
+    structures: list[tuple[int, KeyPath, bytes]] = []
+    newest_metadata = 0
+    for record in _records(journals):
+        if isinstance(record, journal.Declare):
+            known = state.declared.get(record.path)
+            if known is None or known.sequence < record.sequence:
+                state.declared[record.path] = record
+        elif isinstance(record, journal.Delete):
+            deleted[record.path] = max(deleted.get(record.path, 0), record.sequence)
+        elif isinstance(record, journal.DataFile):
+            state.files.add(record.path)
+            if record.inherited:
+                state.inherited.add(record.path)
+        elif isinstance(record, journal.Text):
+            texts[record.path] = max(texts.get(record.path, (0, "")), (record.sequence, record.value))
+        elif isinstance(record, journal.Structure):
+            structures.append((record.sequence, record.prefix, record.node))
+        elif isinstance(record, journal.Metadata) and record.sequence > newest_metadata:
+            newest_metadata, state.metadata = record.sequence, record.value
+        elif isinstance(record, journal.Fingerprint):
+            state.fingerprint = record.value
+        state.sequence = max(state.sequence, getattr(record, "sequence", 0))
+    state.declared = {path: leaf for path, leaf in state.declared.items() if leaf.sequence > deleted.get(path, 0)}
+    state.texts = {path: value for path, (sequence, value) in texts.items() if sequence > deleted.get(path, 0)}
+    state.structures = [(prefix, node) for _, prefix, node in sorted(dict.fromkeys(structures))]
+    for data in journals:
+        state.chunks += _chunks(data, state.declared)
+    return state
+
+
+def _records(journals: list[bytes]) -> Iterator[journal.Record]:
+    for data in journals:
+        yield from journal.decode(data)
+
+
+def _chunks(
+    data: bytes, declared: dict[KeyPath, journal.Declare]
+) -> Iterator[tuple[KeyPath, str, journal.Chunk | journal.Partial]]:
+    """The chunk records of one journal that speak of a leaf's current declaration, with leaf and data file by name."""
+    leaves: dict[int, KeyPath] = {}
+    files: dict[int, str] = {}
+    for record in journal.decode(data):
+        if isinstance(record, journal.Declare):
+            current = declared.get(record.path)
+            if current is not None and current.sequence == record.sequence:
+                leaves[record.leaf] = record.path
+        elif isinstance(record, journal.DataFile):
+            files[record.file] = record.path
+        elif isinstance(record, journal.Chunk | journal.Partial) and record.leaf in leaves:
+            yield leaves[record.leaf], files[record.file], record

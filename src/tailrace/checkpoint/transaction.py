@@ -1,0 +1,362 @@
+"""The transaction: declare, write in any order, flush, be killed and resume, commit all at once."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+
+from tailrace._version import __version__
+from tailrace.checkpoint import commit, pending, publish
+from tailrace.checkpoint.chunks import ChunkWriter, default_threads
+from tailrace.checkpoint.leafwriter import LeafWriter
+from tailrace.checkpoint.leaves import LeafState
+from tailrace.checkpoint.ledger import Ledger
+from tailrace.checkpoint.reader import Checkpoint
+from tailrace.checkpoint.reader import open as open_checkpoint
+from tailrace.checkpoint.registry import SMALL_BYTES, Registry
+from tailrace.errors import IncompleteError, InputError, MissingKeyError, WriterClosedError
+from tailrace.flow.budget import DEFAULT_BUDGET, MemoryBudget
+from tailrace.flow.regions import Region
+from tailrace.flow.sources import Array, ArraySource, Source
+from tailrace.format import journal, structure
+from tailrace.format.keys import KeyPath, display, parse_key
+from tailrace.storage.location import resolve
+from tailrace.storage.posix import remove_empty
+
+Key = str | int | KeyPath
+Progress = Callable[[int], None]
+
+
+class Transaction:
+    """Everything that becomes one checkpoint at `path`, all at once, or nothing.
+
+    As a context manager a clean exit commits. An exception leaves what was flushed invisible and resumable, and
+    deletes the rest. Every method may be called from several threads at once.
+
+    Args:
+        path: where the checkpoint will be; parents are made.
+        memory_budget: most host bytes in flight, an int or a string such as "512MiB".
+        resume: go on with an unfinished transaction for this path; without one, start anew.
+        overwrite: replace the checkpoint at the path, at the moment of commit.
+        takeover: take an unfinished transaction from a writer that is, or may be, alive.
+        compression: "zstd" or None; float weights gain little.
+        threads: threads that encode and write; by default as many as there are cores, 2 to 4.
+
+    Raises CheckpointExistsError, PendingError, LockedError, BudgetError or StorageError when it cannot begin; then
+    nothing has changed. `root`, `ledger`, `chunks` and `registry` are for the package's own modules.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        memory_budget: int | str = DEFAULT_BUDGET,
+        resume: bool = False,
+        overwrite: bool = False,
+        takeover: bool = False,
+        compression: str | None = None,
+        threads: int | None = None,
+    ) -> None:
+        self.path = resolve(path)
+        self.budget = MemoryBudget(memory_budget)
+        if compression not in (None, "zstd"):
+            raise InputError(f"compression={compression!r}: allowed are None and 'zstd'.")
+        self._overwrite = overwrite
+        found = pending.open_pending(self.path, resume=resume, overwrite=overwrite, takeover=takeover)
+        self.root, self._owner, self._made_parents = found.root, found.lock, found.made_parents
+        self._release = weakref.finalize(self, found.lock.release)  # a writer that is dropped lets go of its lock
+        self.resumed = found.replayed is not None
+        replayed = found.replayed or pending.Replayed()
+        try:
+            self.ledger = Ledger(found.root / publish.WORK, found.lock, first_sequence=replayed.sequence)
+            self.chunks = ChunkWriter(found.root, self.ledger, self.budget, threads=threads or default_threads())
+            self.registry = Registry(self.ledger, self.chunks, self.budget, compression)
+            self.registry.load(replayed)
+        except BaseException:
+            self._release()
+            raise
+        self._earlier_files = set(self.chunks.files)  # padding is known only of files this writer makes
+        self._structures = [(prefix, structure.decode(node)) for prefix, node in replayed.structures]
+        self._metadata = replayed.metadata
+        self.fingerprint = replayed.fingerprint
+        self._closed: str | None = None  # why nothing more may be written
+        self._failure: BaseException | None = None
+        self._ending = threading.RLock()
+
+    # Leaves
+
+    def declare(
+        self,
+        key: Key,
+        *,
+        shape: Sequence[int],
+        dtype: Any,
+        chunk_shape: Sequence[int] | None = None,
+        stacked_axes: Sequence[int] = (),
+        chunk_bytes: int | None = None,
+        kind: str = "array",
+    ) -> LeafWriter:
+        """A leaf that will hold an array of this shape and dtype, to be written whole or by regions.
+
+        Declaring it again in the same way returns it as it stands; another shape, dtype or chunk shape voids what was
+        written to it. Without `chunk_shape` chunks have up to `chunk_bytes` (16 MiB unless given) and span 1 along
+        `stacked_axes`. Raises KeyPathError, LeafError, ShapeError or BudgetError before anything is written.
+        """
+        with self._call() as sequence:
+            leaf = self.registry.declare(
+                parse_key(key),
+                tuple(shape),
+                np.dtype(dtype),
+                sequence,
+                chunk_shape=chunk_shape,
+                stacked_axes=stacked_axes,
+                chunk_bytes=chunk_bytes,
+                kind=kind,
+            )
+        return LeafWriter(leaf, self._write, self.chunks.missing)
+
+    def _write(self, leaf: LeafState, region: Region, source: Source, progress: Progress | None) -> None:
+        with self._call() as sequence:
+            self.chunks.write(leaf, region, source, sequence, progress)
+
+    def write_source(
+        self,
+        key: Key,
+        source: Source,
+        *,
+        chunk_shape: Sequence[int] | None = None,
+        stacked_axes: Sequence[int] = (),
+        chunk_bytes: int | None = None,
+        kind: str = "array",
+        progress: Progress | None = None,
+    ) -> None:
+        """Write a whole leaf from a source, in pieces within the budget; it replaces what was at the key."""
+        leaf = self.declare(
+            key,
+            shape=source.shape,
+            dtype=source.dtype,
+            chunk_shape=chunk_shape,
+            stacked_axes=stacked_axes,
+            chunk_bytes=chunk_bytes,
+            kind=kind,
+        )
+        leaf.write(Region.whole(source.shape), source, progress=progress)
+
+    def write_arrays(self, items: Iterable[tuple[KeyPath, Array, str]], *, progress: Progress | None = None) -> None:
+        """Write many whole leaves, each (key path, host array, kind); the arrays may be changed on return.
+
+        Small ones are appended one after the other, large ones side by side on the writer's threads.
+        """
+        with self._call() as sequence:
+            small: list[tuple[LeafState, Array]] = []
+            large = []
+            for path, given, kind in items:
+                array = given if given.dtype.isnative else given.astype(given.dtype.newbyteorder("="))
+                leaf = self.registry.declare(path, array.shape, array.dtype, sequence, kind=kind)
+                if leaf.chunk_shape == array.shape and array.nbytes <= SMALL_BYTES and leaf.compression is None:
+                    small.append((leaf, array))
+                    if len(small) == _BATCH_LEAVES:
+                        self.chunks.append_small(small, sequence, progress)
+                        small.clear()
+                elif array.size:
+                    large.append((leaf, Region.whole(array.shape), ArraySource(array), sequence))
+            self.chunks.append_small(small, sequence, progress)
+            self.chunks.write_many(large, progress)
+
+    def delete(self, key: Key) -> None:
+        """Drop a leaf or text from the transaction. Raises MissingKeyError where there is none."""
+        path = parse_key(key)
+        with self._call() as sequence:
+            if not self.registry.delete(path, sequence):
+                raise MissingKeyError(f"no leaf {display(path)!r} has been declared.")
+
+    def missing(self) -> dict[str, list[Region]]:
+        """What was declared and not written yet: regions by key. Also right after resume."""
+        self._check_open()
+        missing = {leaf.key: self.chunks.missing(leaf) for leaf in list(self.registry.leaves.values())}
+        return {key: regions for key, regions in missing.items() if regions}
+
+    def keys(self) -> list[str]:
+        """Keys of all leaves and texts so far, parts joined by "/"."""
+        paths = [leaf.path for leaf in self.registry.leaves.values()] + [
+            path for path, _ in self.registry.texts.values()
+        ]
+        return sorted(map(display, paths))
+
+    # What is not an array
+
+    def set_text(self, key: Key, value: str) -> None:
+        """Set a str leaf."""
+        with self._call() as sequence:
+            self.registry.add_text(parse_key(key), value, sequence)
+
+    def set_structure(self, prefix: KeyPath, node: structure.Node) -> None:
+        """Say which containers the leaves below `prefix` hang in; `()` is the whole tree."""
+        with self._call() as sequence:
+            self.ledger.add(journal.Structure(sequence, prefix, structure.encode(node)))
+            self._structures.append((prefix, node))
+
+    def set_metadata(self, metadata: dict[str, Any]) -> None:
+        """Set the checkpoint's custom metadata: a dict that JSON can hold. It replaces what was set before."""
+        try:
+            plain = msgspec.json.decode(msgspec.json.encode(metadata), type=dict[str, Any])
+        except (msgspec.MsgspecError, TypeError, ValueError) as error:
+            raise InputError(f"metadata must be a dict of what JSON can hold: {error}") from error
+        with self._call() as sequence:
+            self.ledger.add(journal.Metadata(sequence, plain))
+            self._metadata = plain
+
+    def set_fingerprint(self, fingerprint: dict[str, Any]) -> None:
+        """Record what the data is taken from, so that a resumed run can compare it."""
+        with self._call():
+            self.ledger.add(journal.Fingerprint(fingerprint))
+            self.fingerprint = fingerprint
+
+    # Ends
+
+    def flush(self) -> None:
+        """Make everything written before this call durable and resumable.
+
+        Raises StorageError when the disk refuses; the writer then acknowledges nothing more, and what earlier flushes
+        acknowledged is resumable.
+        """
+        with self._call():
+            self.chunks.spill()
+            self.chunks.unflushed_bytes = 0
+            self.ledger.acknowledge(self.chunks.lanes.sync)
+
+    def commit(self) -> Checkpoint:
+        """Make everything written so far visible at the writer's path, all at once.
+
+        A crash before `commit` returns leaves either the previous state or the whole new checkpoint, never a mixture.
+        Calling it twice returns the same checkpoint. Raises IncompleteError, naming leaf and regions, when something
+        declared was never written; the writer then stays open.
+        """
+        with self._ending:
+            if self._closed != "committed":
+                self._commit()
+            return open_checkpoint(self.path, memory_budget=self.budget.limit_bytes)
+
+    def _commit(self) -> None:
+        self._check_open()
+        self.ledger.wait_idle()
+        self._refuse_incomplete()
+        with self._call():
+            for leaf in self.registry.leaves.values():
+                self.chunks.settle(leaf)
+            if self.chunks.unflushed_bytes > _WORTH_KEEPING_BYTES:
+                self.ledger.acknowledge(self.chunks.lanes.sync)  # should the index not fit on the disk any more
+            else:
+                self.chunks.lanes.sync()
+            self._owner.check()
+            files = self.chunks.files
+            contents = commit.Contents(
+                leaves=self.registry.sorted(),
+                texts=dict(self.registry.texts.values()),
+                structures=self._structures,
+                custom_metadata=self._metadata,
+                fingerprint=self.fingerprint,
+                files=files,
+                dead=self.chunks.dead,
+                trusted=set(files) - self._earlier_files,
+            )
+            commit.write_files(self.root, contents, version=__version__)
+            self._owner.check()
+            publish.seal(self.root, overwrite=self._overwrite)
+        self._close("committed")
+        publish.publish(self.root, self.path, release=self._release)
+
+    def _refuse_incomplete(self) -> None:
+        self.chunks.spill()
+        missing = self.missing()
+        if missing:
+            lines = [
+                f"{key}: {', '.join(map(str, regions[:4]))}{' ...' if len(regions) > 4 else ''}"
+                for key, regions in missing.items()
+            ]
+            raise IncompleteError(
+                f"{len(missing)} of {len(self.registry.leaves)} leaves are not wholly written: {'; '.join(lines[:10])}"
+                f"{'; ...' if len(lines) > 10 else ''}. Write the missing regions, or delete(key) the leaf, then "
+                "commit again."
+            )
+
+    def abort(self) -> None:
+        """Discard the transaction and everything written to it. Nothing happens where it has ended already."""
+        with self._ending:
+            if self._closed is None:
+                self._close("aborted")
+                pending.erase(self.root, self._owner)
+                self._release()
+                remove_empty(self._made_parents)
+
+    def close(self) -> None:
+        """Leave the transaction as it was last flushed, to be resumed; where nothing was flushed, discard it."""
+        with self._ending:
+            if self._closed is None:
+                if not self.resumed and not self.ledger.acknowledged_any:
+                    self.abort()
+                    return
+                self._close("closed")
+                self._release()
+
+    def _close(self, why: str) -> None:
+        self._closed = why
+        self.chunks.close()
+        self.ledger.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._closed is not None:  # committed or aborted inside the block
+            return
+        if kind is not None:
+            self.close()
+            return
+        try:
+            self.commit()
+        except BaseException:
+            self.close()
+            raise
+
+    @contextmanager
+    def _call(self) -> Iterator[int]:
+        """One call that changes something: its sequence number. A failure to store closes the writer for good."""
+        self._check_open()
+        sequence = self.ledger.enter()
+        try:
+            yield sequence
+        except OSError as error:
+            self._failure = error
+            raise
+        finally:
+            self.ledger.leave(sequence)
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise WriterClosedError(f"the writer of {self.path} has {_PAST[self._closed]}; open a new one.")
+        if self._failure is not None:
+            raise WriterClosedError(
+                f"the writer of {self.path} failed: {self._failure} What was flushed is kept: open it again with "
+                "resume=True."
+            ) from self._failure
+
+    def __repr__(self) -> str:
+        leaves = len(self.registry.leaves)
+        return f"<{type(self).__name__} {os.fspath(self.path)!r} {self._closed or 'open'}, {leaves} leaves>"
+
+
+_PAST = {"committed": "committed", "aborted": "been aborted", "closed": "been closed"}
+_WORTH_KEEPING_BYTES = 64 << 20
+
+_BATCH_LEAVES = 256

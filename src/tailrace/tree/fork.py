@@ -1,0 +1,51 @@
+"""fork: a new checkpoint that begins as another one."""
+
+from __future__ import annotations
+
+import os
+
+from tailrace.checkpoint.inherit import inherit
+from tailrace.checkpoint.reader import open as open_checkpoint
+from tailrace.errors import InputError
+from tailrace.flow.budget import DEFAULT_BUDGET
+from tailrace.storage.location import resolve
+from tailrace.tree.writer import Writer
+
+
+def fork(
+    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    memory_budget: int | str = DEFAULT_BUDGET,
+    resume: bool = False,
+    overwrite: bool = False,
+    takeover: bool = False,
+    compression: str | None = None,
+) -> Writer:
+    """A writer for `path` that already holds everything in the checkpoint `source`: write what changes, then commit.
+
+    Unchanged data files are hard-linked, or cloned, or copied with a logged message, so a fork costs what is written
+    to it; the source may be deleted afterwards. Leaves that Orbax wrote can be replaced whole, ours by regions too.
+    Raises NotACheckpointError, InputError, and whatever opening a Writer raises; then nothing has changed.
+    """
+    if resolve(source) == resolve(path):
+        raise InputError(
+            f"a fork of {os.fspath(source)!r} needs a path of its own; to change it in place, fork it and use "
+            "overwrite."
+        )
+    with open_checkpoint(resolve(source), memory_budget=memory_budget) as parent:
+        writer = Writer(
+            path,
+            memory_budget=memory_budget,
+            resume=resume,
+            overwrite=overwrite,
+            takeover=takeover,
+            compression=compression,
+        )
+        try:
+            if not writer.keys():  # a resumed fork has inherited already
+                inherit(writer, parent)
+        except BaseException:
+            writer.abort()
+            raise
+    return writer
