@@ -34,12 +34,13 @@ class Part(NamedTuple):
 class ChunkTable:
     """Where each chunk of a leaf is: 28 bytes a chunk, no object each; one chunk alone is kept as it is."""
 
-    __slots__ = ("_one", "_table", "chunks")
+    __slots__ = ("_one", "_placed", "_table", "chunks")
     _ENTRY = np.dtype([("file", "<u4"), ("offset", "<u8"), ("length", "<u8"), ("sequence", "<u8")])
 
     def __init__(self, chunks: int) -> None:
         self.chunks = chunks
         self._one: Place | None = None
+        self._placed = 0
         self._table: np.ndarray[Any, np.dtype[Any]] | None = None
 
     def get(self, chunk: int) -> Place | None:
@@ -51,12 +52,18 @@ class ChunkTable:
 
     def put(self, chunk: int, place: Place) -> None:
         """Set the chunk's place."""
+        self._placed += self.get(chunk) is None
         if self.chunks == 1:
             self._one = place
             return
         if self._table is None:
             self._table = np.zeros(self.chunks, self._ENTRY)  # sequence 0: no place; numbers start at 1
         self._table[chunk] = place
+
+    @property
+    def full(self) -> bool:
+        """Whether every chunk has a place."""
+        return self._placed == self.chunks
 
     def places(self) -> Iterator[Place]:
         """Every chunk's place, in C order, chunks without one left out."""
@@ -138,7 +145,7 @@ class LeafState:
 
     def missing(self, boxes: dict[int, list[Region]] | None = None) -> list[Region]:
         """Regions never written. `boxes` are boxes inside chunks that are held in memory."""
-        if not self.chunks.chunks:
+        if self.chunks.full:
             return []
         absent = self.chunks.absent()
         left = []

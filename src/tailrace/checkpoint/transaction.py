@@ -181,7 +181,8 @@ class Transaction:
     def missing(self) -> dict[str, list[Region]]:
         """What was declared and not written yet: regions by key. Also right after resume."""
         self._check_open()
-        missing = {leaf.key: self.chunks.missing(leaf) for leaf in list(self.registry.leaves.values())}
+        unfinished = [leaf for leaf in list(self.registry.leaves.values()) if not leaf.chunks.full]
+        missing = {leaf.key: self.chunks.missing(leaf) for leaf in unfinished}
         return {key: regions for key, regions in missing.items() if regions}
 
     def keys(self) -> list[str]:
@@ -240,10 +241,14 @@ class Transaction:
         Calling it twice returns the same checkpoint. Raises IncompleteError, naming leaf and regions, when something
         declared was never written; the writer then stays open.
         """
+        self.finish()
+        return open_checkpoint(self.path, memory_budget=self.budget.limit_bytes)
+
+    def finish(self) -> None:
+        """`commit` without opening what was committed."""
         with self._ending:
             if self._closed != "committed":
                 self._commit()
-            return open_checkpoint(self.path, memory_budget=self.budget.limit_bytes)
 
     def _commit(self) -> None:
         self._check_open()

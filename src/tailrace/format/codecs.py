@@ -98,7 +98,10 @@ def _decode_shard(encoded: memoryview, sharding: Sharding) -> Array:
     shard = _room(inner.shape, inner.dtype)
     for place in np.ndindex(index.shape[:-1]):
         offset, length = map(int, index[place])
-        part = shard[tuple(slice(i * n, i * n + n) for i, n in zip(place, inner.chunk_shape, strict=True))]
+        index_of: tuple[Any, ...] = tuple(
+            slice(i * n, i * n + n) for i, n in zip(place, inner.chunk_shape, strict=True)
+        )
+        part = shard[(..., *index_of)]  # with `...` rank 0 gives an array, too
         part[...] = inner.fill_value if offset == ABSENT else decode_chunk(encoded[offset : offset + length], inner)
     return shard
 

@@ -65,7 +65,7 @@ def save(
         write_prepared(transaction, whole, progress)
         if custom:
             transaction.set_metadata(custom)
-        transaction.commit().close()
+        transaction.finish()
     except BaseException:
         transaction.abort()
         raise
