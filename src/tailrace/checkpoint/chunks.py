@@ -149,7 +149,7 @@ class ChunkWriter:
         places = []
         with self.lanes.take() as lane:
             for _, data in leaves:
-                offset, length = lane.append_checksummed((data,))
+                offset, length = lane.append_small(data)
                 places.append((offset, length, lane.relative))
         for (leaf, data), (offset, length, relative) in zip(leaves, places, strict=True):
             file = self.number_of(relative)

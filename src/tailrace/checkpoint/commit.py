@@ -8,16 +8,19 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from crc32c import crc32c
 
 from tailrace.checkpoint import publish
 from tailrace.checkpoint.index import DatabaseIndex
 from tailrace.checkpoint.leaves import LeafState
 from tailrace.errors import CorruptionError
+from tailrace.flow.regions import Shape
 from tailrace.format import manifest, ocdbt, orbax, structure, zarr
 from tailrace.format.keys import KeyPath
 from tailrace.format.manifest import DataFileInfo, DeadRange, SmallFile
@@ -143,8 +146,13 @@ def _nested(leaves: list[LeafState]) -> bool:
     return any(later.name.startswith(f"{leaf.name}/") for leaf, later in itertools.pairwise(leaves))
 
 
+@lru_cache(maxsize=4096)  # the layers of a model have few shapes between them
+def _metadata(shape: Shape, dtype: np.dtype[Any], chunk_shape: Shape, compression: str | None) -> bytes:
+    return zarr.render(shape, dtype, chunk_shape, compression=compression)
+
+
 def _leaf_entries(leaf: LeafState, files: list[DataFile]) -> Iterator[Entry]:
-    metadata = leaf.metadata or zarr.render(leaf.shape, leaf.dtype, leaf.chunk_shape, compression=leaf.compression)
+    metadata = leaf.metadata or _metadata(leaf.shape, leaf.dtype, leaf.chunk_shape, leaf.compression)
     prefix = leaf.name.encode()
     yield from _chunk_entries(leaf, prefix + b"/c", files)
     yield prefix + b"/zarr.json", metadata

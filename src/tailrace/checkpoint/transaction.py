@@ -329,7 +329,7 @@ class Transaction:
             self.close()
             return
         try:
-            self.commit()
+            self.finish()
         except BaseException:
             self.close()
             raise

