@@ -75,7 +75,7 @@ class LeafWriter:
             array = np.broadcast_to(_exact_scalar(self.key, value, self.dtype), wanted)
         self.write(
             Region(selection.start, selection.shape),
-            array[tuple(None if part == 0 else slice(None) for part in selection.view)],
+            array[(*(None if part == 0 else slice(None) for part in selection.view), ...)],
         )
 
     def write(self, region: Region, value: Array | Source, *, progress: Callable[[int], None] | None = None) -> None:
