@@ -247,10 +247,13 @@ class Transaction:
     def finish(self) -> None:
         """`commit` without opening what was committed."""
         with self._ending:
-            if self._closed != "committed":
-                self._commit()
+            if self._closed not in ("sealed", "committed"):
+                self._seal()
+            if self._closed == "sealed":
+                publish.publish(self.root, self.path, release=self._release)
+                self._closed = "committed"
 
-    def _commit(self) -> None:
+    def _seal(self) -> None:
         self._check_open()
         self.ledger.wait_idle()
         self._refuse_incomplete()
@@ -276,8 +279,7 @@ class Transaction:
             commit.write_files(self.root, contents, version=__version__)
             self._owner.check()
             publish.seal(self.root, overwrite=self._overwrite)
-        self._close("committed")
-        publish.publish(self.root, self.path, release=self._release)
+        self._close("sealed")
 
     def _refuse_incomplete(self) -> None:
         self.chunks.spill()
@@ -361,7 +363,7 @@ class Transaction:
         return f"<{type(self).__name__} {os.fspath(self.path)!r} {self._closed or 'open'}, {leaves} leaves>"
 
 
-_PAST = {"committed": "committed", "aborted": "been aborted", "closed": "been closed"}
+_PAST = {"sealed": "been sealed", "committed": "committed", "aborted": "been aborted", "closed": "been closed"}
 _WORTH_KEEPING_BYTES = 64 << 20
 
 _BATCH_LEAVES = 256
