@@ -156,9 +156,10 @@ def run_child(module: str, job: dict[str, Any], timeout: float, every: float) ->
         return [{"ok": False, "error": f"exit {watched.returncode}: {log.read_text()[-600:].strip()}"}]
     rows: list[Row] = json.loads(result.read_text())
     for row in rows:
-        peak = watched.peak_bytes(row.pop("started"), row.pop("ended"))
+        sampled = watched.peak_bytes(row.pop("started"), row.pop("ended"))
+        peak = max(sampled, row.pop("end_bytes"))
         base = row.pop("base_bytes") + row.pop("result_bytes")
-        row["extra_bytes"] = None if peak is None else peak - base
+        row["extra_bytes"] = peak - base if peak else None  # None: not Linux
     return rows
 
 

@@ -31,11 +31,13 @@ def timed(action: Callable[[], T], made: str | None = None) -> tuple[T, dict[str
         sync_tree(Path(made))
     end = time.monotonic()
     after = resource.getrusage(resource.RUSAGE_SELF)
+    left = own_memory_bytes()
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return result, {
         "started": start,
         "ended": end,
         "base_bytes": base,
+        "end_bytes": left,
         "seconds": end - start,
         "own_seconds": acted - start,  # before the harness made it durable
         "cpu_seconds": cpu,
@@ -113,9 +115,9 @@ class Watched:
     returncode: int | None  # None: it ran out of time
     samples: list[tuple[float, int]]
 
-    def peak_bytes(self, start: float, end: float) -> int | None:
-        inside = [nbytes for moment, nbytes in self.samples if start <= moment <= end]
-        return max(inside) if inside else None
+    def peak_bytes(self, start: float, end: float) -> int:
+        """The highest sample inside; 0 where the window was too short for one."""
+        return max((nbytes for moment, nbytes in self.samples if start <= moment <= end), default=0)
 
 
 def watch(process: subprocess.Popen[Any], *, every_seconds: float, timeout_seconds: float) -> Watched:

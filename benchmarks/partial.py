@@ -17,11 +17,10 @@ from benchmarks.partial_child import NBYTES, PEERS, PartialJob
 EXPLAIN = """
 how to read the table:
   first, last ms   mean of the first and of the last 100 saves (of a half each, below 200 saves)
-  last / first     of the means, and of the medians, which a busy machine moves less
-  raw first, last  median of 100 times: write 256 KB, fdatasync, append 150 bytes, fdatasync; taken in the same process
-                   and directory just before the first and just after the last save, so that a disk that changes its
-                   speed meanwhile shows
-  x raw            median of the last saves / raw last
+  last / first     of the means, and of the medians
+  raw first, last  median of the same number of times: write 256 KB, fdatasync, append 150 bytes, fdatasync; one after
+                   each of the first and last saves, so that it sees the disk as they saw it
+  x raw first,last median of the saves / raw; where both differ from `last / first`, the disk has changed its speed
   journal B        bytes of tailrace's journal per save, before commit
   beyond B         bytes on disk beyond the arrays, per save, before commit
   commit s         until every file and directory of the checkpoint is synced
@@ -32,7 +31,7 @@ square. Every leaf is read back and compared, outside the window. Each process h
 ORBAX = ("orbax-v1-plain", "orbax-v1-zstd")
 DEFAULT_PEERS = ("tailrace", "tensorstore", "orbax-v1-plain")
 HEADER = (
-    "peer", "saves", "first ms", "last ms", "last / first (median)", "raw first, last ms", "x raw",
+    "peer", "saves", "first ms", "last ms", "last / first (median)", "raw first, last ms", "x raw first, last",
     "journal B", "beyond B", "commit s", "total s", "files", "ok",
 )  # fmt: skip
 
@@ -94,7 +93,7 @@ def _line(row: harness.Row) -> list[str]:
         f"{row['last_seconds'] * 1e3:.2f}",
         f"{grown:.2f} ({grown_median:.2f})",
         f"{row['raw_first_seconds'] * 1e3:.2f}, {row['raw_last_seconds'] * 1e3:.2f}",
-        f"{row['last_median_seconds'] / row['raw_last_seconds']:.2f}",
+        ", ".join(f"{row[f'{end}_median_seconds'] / row[f'raw_{end}_seconds']:.2f}" for end in ("first", "last")),
         "-" if journal is None else f"{journal:.0f}",
         f"{row['beyond_bytes_each']:.0f}",
         f"{row['commit_seconds']:.3f}",

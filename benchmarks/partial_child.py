@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 import time
@@ -18,12 +17,11 @@ import numpy as np
 from benchmarks import measure, states
 from benchmarks.child import die_with_parent
 from benchmarks.peers import abstract, on_device
+from benchmarks.raw import TwoFsyncs
 from benchmarks.states import Array, Spec
 
 SHAPE = (256, 256)  # of float32: 256 KB
 NBYTES = 4 * SHAPE[0] * SHAPE[1]
-PROBES = 100
-RECORD_BYTES = 150  # about what a journal needs for a write
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,26 +48,14 @@ class Partial:
 def main() -> None:
     die_with_parent()
     job = PartialJob(**json.loads(sys.argv[1]))
-    path = Path(job.path)
     _rehearse(job)
-    raw_first = _two_fsyncs(path.parent)
     peer = PEERS[job.peer](job)
-    (seconds, row), window = measure.timed(lambda: _save_all(job, peer))
-    raw_last = _two_fsyncs(path.parent)
-    edge = min(100, max(1, job.saves // 2))
+    row, window = measure.timed(lambda: _save_all(job, peer))
     spec: Spec = {_name(i): (SHAPE, "float32") for i in range(job.saves)}
     wrong = [i for i, leaf in enumerate(peer.read(spec)) if not np.array_equal(np.asarray(leaf), _value(i))]
-    row |= {
-        "ok": not wrong,
-        "error": f"{len(wrong)} leaves differ, first {_name(wrong[0])}" if wrong else "",
-        "result_bytes": 0,
-        "first_seconds": float(np.mean(seconds[:edge])),
-        "last_seconds": float(np.mean(seconds[-edge:])),
-        "first_median_seconds": float(np.median(seconds[:edge])),
-        "last_median_seconds": float(np.median(seconds[-edge:])),
-        "raw_first_seconds": raw_first,
-        "raw_last_seconds": raw_last,
-    }
+    row |= {"ok": not wrong, "result_bytes": 0}
+    if wrong:
+        row["error"] = f"{len(wrong)} of {job.saves} leaves differ, first {_name(wrong[0])}"
     Path(job.result).write_text(json.dumps([asdict(job) | row | window]))
 
 
@@ -80,13 +66,19 @@ def _rehearse(job: PartialJob) -> None:
     shutil.rmtree(rehearsal.path)
 
 
-def _save_all(job: PartialJob, peer: Partial) -> tuple[list[float], dict[str, Any]]:
-    seconds = []
-    for i in range(job.saves):
-        leaf = peer.place(_value(i))
-        start = time.monotonic()
-        peer.save(_name(i), leaf)
-        seconds.append(time.monotonic() - start)
+def _save_all(job: PartialJob, peer: Partial) -> dict[str, Any]:
+    """Save, commit, and what each cost. The raw cost is taken between saves at both ends, since disks change speed."""
+    seconds: list[float] = []
+    raw: dict[int, float] = {}
+    edge = min(100, max(1, job.saves // 2))
+    with TwoFsyncs(Path(job.result).parent, np.ascontiguousarray(_value(0)).data) as two_fsyncs:
+        for i in range(job.saves):
+            leaf = peer.place(_value(i))
+            start = time.monotonic()
+            peer.save(_name(i), leaf)
+            seconds.append(time.monotonic() - start)
+            if not edge <= i < job.saves - edge:
+                raw[i] = two_fsyncs()
     where = Path(job.path).parent
     journals = [file.stat().st_size for file in where.rglob("journal.*") if file.is_file()]
     beyond = measure.tree_size(where)[1] - job.saves * NBYTES
@@ -94,32 +86,20 @@ def _save_all(job: PartialJob, peer: Partial) -> tuple[list[float], dict[str, An
     peer.commit()
     measure.sync_tree(Path(job.path))
     commit_seconds = time.monotonic() - start
-    return seconds, {
+    first, last = slice(None, edge), slice(job.saves - edge, None)
+    return {
+        "first_seconds": float(np.mean(seconds[first])),
+        "last_seconds": float(np.mean(seconds[last])),
+        "first_median_seconds": float(np.median(seconds[first])),
+        "last_median_seconds": float(np.median(seconds[last])),
+        "raw_first_seconds": float(np.median([raw[i] for i in range(edge)])),
+        "raw_last_seconds": float(np.median([raw[i] for i in range(job.saves - edge, job.saves)])),
         "commit_seconds": commit_seconds,
         "total_seconds": sum(seconds) + commit_seconds,
         "journal_bytes_each": sum(journals) / job.saves if journals else None,
         "beyond_bytes_each": beyond / job.saves,
         "files": measure.tree_size(Path(job.path))[0],
     }
-
-
-def _two_fsyncs(directory: Path) -> float:
-    """Median seconds of what a durable write cannot do without: data and fdatasync, then a record and fdatasync."""
-    payload, record = np.ascontiguousarray(_value(0)), bytes(RECORD_BYTES)
-    paths = [directory / "probe.data", directory / "probe.journal"]
-    data, journal = (os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for path in paths)
-    seconds = []
-    for _ in range(PROBES):
-        start = time.monotonic()
-        os.write(data, payload.data.cast("B"))
-        os.fdatasync(data)
-        os.write(journal, record)
-        os.fdatasync(journal)
-        seconds.append(time.monotonic() - start)
-    for file, path in zip((data, journal), paths, strict=True):
-        os.close(file)
-        path.unlink()
-    return float(np.median(seconds))
 
 
 def _name(i: int) -> str:

@@ -7,6 +7,7 @@ import json
 import mmap
 import os
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ from benchmarks.states import Array, Spec, State, leaf_bytes, total_bytes
 BLOCK_BYTES = 16 << 20
 SECTOR_BYTES = 4096  # O_DIRECT wants addresses, offsets and lengths in whole sectors
 THREADS = 2
+RECORD_BYTES = 150  # about what a journal needs for a write
 
 Place = tuple[int, int, int, int]  # where in the stream of leaves, length, number of the file, where in it
 
@@ -69,6 +71,32 @@ def load(path: str, spec: Spec) -> State:
     for file in files:
         os.close(file)
     return dict(_leaves(stream, spec))
+
+
+class TwoFsyncs:
+    """What a durable, resumable write cannot do without: data and fdatasync, then a record of it and fdatasync."""
+
+    def __init__(self, directory: Path, payload: memoryview) -> None:
+        self.payload = payload
+        self.paths = [directory / "raw.data", directory / "raw.records"]
+
+    def __enter__(self) -> TwoFsyncs:
+        self.data, self.records = (os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for path in self.paths)
+        return self
+
+    def __call__(self) -> float:
+        """Seconds of one more."""
+        start = time.monotonic()
+        os.write(self.data, self.payload)
+        os.fdatasync(self.data)
+        os.write(self.records, bytes(RECORD_BYTES))
+        os.fdatasync(self.records)
+        return time.monotonic() - start
+
+    def __exit__(self, *_: object) -> None:
+        for file, path in zip((self.data, self.records), self.paths, strict=True):
+            os.close(file)
+            path.unlink()
 
 
 def _blocks(leaves: Iterable[Array]) -> Iterator[tuple[int, list[Array]]]:
