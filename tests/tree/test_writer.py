@@ -56,6 +56,15 @@ def test_a_leaf_written_again_is_replaced(tmp_path):
     assert load(tmp_path / "checkpoint") == {"x": "text", "y": np.float32(2)}
 
 
+def test_a_container_written_again_is_replaced_with_its_leaves(tmp_path):
+    """A list written over a longer one, and None over a list, leave nothing of what was there."""
+    with Writer(tmp_path / "checkpoint") as writer:
+        writer.write_tree({"a": [1, 2, "three"], "b": [1, 2], "c": {"x": 1}})
+        writer.write_tree({"a": [4], "b": None, "c": {"y": 2}})
+
+    assert load(tmp_path / "checkpoint") == {"a": [4], "b": None, "c": {"x": 1, "y": 2}}
+
+
 def test_a_durable_write_survives_the_writer(tmp_path):
     """After `write(durable=True)` a writer that dies has lost nothing of it."""
     writer = Writer(tmp_path / "checkpoint")

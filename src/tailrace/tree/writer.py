@@ -8,7 +8,7 @@ import numpy as np
 
 from tailrace.checkpoint.transaction import Transaction
 from tailrace.errors import LeafError
-from tailrace.format.keys import KeyPath, display, parse_key
+from tailrace.format.keys import KeyPath, disk_name, display, parse_key
 from tailrace.tree.flatten import take_apart
 from tailrace.tree.leaves import stored
 from tailrace.tree.save import prepare, write_prepared
@@ -50,4 +50,19 @@ class Writer(Transaction):
         Trees written one after the other merge where both have dicts with str keys; any other container is replaced by
         a later one at its key. Raises LeafError or KeyPathError before anything of this tree is written.
         """
-        write_prepared(self, prepare(tree, parse_key(prefix) if prefix != () else ()))
+        prepared = prepare(tree, parse_key(prefix) if prefix != () else ())
+        replaced = [tuple(map(str, at)) for at, _ in prepared.records if at]
+        if replaced:
+            self._drop_below(replaced, {disk_name(item.path) for item in prepared.items})
+        write_prepared(self, prepared)
+
+    def _drop_below(self, prefixes: list[tuple[str, ...]], kept: set[str]) -> None:
+        """Drop what earlier writes left at or below containers that are replaced."""
+        earlier = [leaf.path for leaf in list(self.registry.leaves.values())]
+        earlier += [path for path, _ in list(self.registry.texts.values())]
+        lengths = {len(prefix) for prefix in prefixes}
+        wanted = set(prefixes)
+        for path in earlier:
+            names = tuple(map(str, path))
+            if disk_name(path) not in kept and any(names[:length] in wanted for length in lengths):
+                self.delete(path)
