@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore as ts
 from orbax.checkpoint.experimental import v1
 
 from tailrace.checkpoint.reader import Checkpoint, open
@@ -110,6 +112,38 @@ def test_v1(tmp_path: Path) -> None:
     assert_holds(open(tmp_path / "ck"))
 
 
+def test_v1_custom_metadata(tmp_path: Path) -> None:
+    """v1 keeps custom metadata beside the item; it is found there."""
+    v1.save(tmp_path / "ck", {"x": jnp.zeros(3)}, custom_metadata={"origin": "there"})
+
+    assert open(tmp_path / "ck").metadata == {"origin": "there"}
+
+
+def test_databases_of_several_processes(tmp_path: Path) -> None:
+    """Databases merged by reference, as Orbax merges those of its processes, are read through their base paths."""
+    arrays = {f"leaf{i}": np.full((300, 50), i, np.float32) for i in range(4)}
+    context = ts.Context()  # a copy by reference needs both databases in one
+    top = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{tmp_path}/"}, context=context).result()
+    for process in range(2):
+        base = f"file://{tmp_path}/ocdbt.process_{process}/"
+        for name in list(arrays)[process::2]:
+            write_zarr3({"driver": "ocdbt", "base": base}, name, arrays[name])
+        below = ts.KvStore.open({"driver": "ocdbt", "base": base}, context=context).result()
+        below.experimental_copy_range_to(top).result()
+    tree = {
+        str((name,)): {
+            "key_metadata": [{"key": name, "key_type": 2}],
+            "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
+        }
+        for name in arrays
+    }
+    (tmp_path / "_METADATA").write_text(json.dumps({"tree_metadata": tree, "use_ocdbt": True, "use_zarr3": True}))
+    found = open(tmp_path)
+
+    assert all(np.array_equal(found[name], array) for name, array in arrays.items())
+    assert found.verify().unprotected == list(arrays)
+
+
 @pytest.mark.parametrize("implementation", ["threefry2x32", "rbg"])
 def test_prng_keys_are_their_words(tmp_path: Path, implementation: str) -> None:
     """A typed PRNG key is read as its uint32 words, and its implementation is known."""
@@ -144,6 +178,14 @@ def test_sharded_leaf_of_one_chunk_per_shard(tmp_path: Path) -> None:
     assert np.array_equal(found["x"], array)
     assert found.budget.peak_bytes <= 8 << 20
     assert found.verify().unprotected == ["x"]
+
+
+def write_zarr3(store: dict[str, Any], name: str, array: Any) -> None:
+    """Write an array as TensorStore does."""
+    metadata = {"shape": array.shape, "data_type": array.dtype.name}
+    spec: dict[str, Any] = {"driver": "zarr3", "kvstore": {**store, "path": f"{name}/"}, "metadata": metadata}
+    spec |= {"create": True, "store_data_equal_to_fill_value": True}
+    ts.open(spec).result().write(array).result()
 
 
 def saved(tmp_path: Path) -> Path:

@@ -115,12 +115,19 @@ def check_small(name: str, data: bytes, expected: manifest.SmallFile) -> None:
 
 def _read_small(files: OpenFiles, own: Manifest | None, name: str) -> bytes | None:
     data = files.read_whole(name)
+    if data is None and own is None and name == orbax.CHECKPOINT_METADATA:
+        return _of_step(files.root / "..")
     expected = own.files.get(name) if own is not None else None
     if expected is not None:
         if data is None:
             raise CorruptionError(f"{name} is missing, {manifest.FILE_NAME} names it.")
         check_small(name, data, expected)
     return data
+
+
+def _of_step(step: Path) -> bytes | None:
+    """Orbax keeps the metadata of an item in the step directory around it."""
+    return OpenFiles(step).read_whole(orbax.CHECKPOINT_METADATA)
 
 
 def _with_paths_of(

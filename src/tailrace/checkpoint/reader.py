@@ -68,7 +68,7 @@ class Checkpoint:
         self._displayed: dict[str, KeyPath] | None = None
 
     def paths(self) -> list[KeyPath]:
-        """The paths of all leaves, arrays and texts, in the order of the tree."""
+        """The paths of all leaves: arrays in the order of the tree, then texts."""
         return [*self._names, *self.texts] if self.texts else list(self._names)
 
     def keys(self) -> list[str]:

@@ -39,7 +39,7 @@ def run_jobs(jobs: Iterable[T], work: Callable[[T], None], *, threads: int | Non
         for helper in helpers:
             helper.join()
     if crew.errors:
-        raise min(crew.errors, key=lambda found: found[0])[1]
+        raise min(crew.errors, key=lambda found: (isinstance(found[1], Exception), found[0]))[1]
 
 
 class _Crew(Generic[T]):

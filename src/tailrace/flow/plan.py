@@ -207,7 +207,7 @@ def _exact(part: Part) -> Iterator[Part]:
     target = part.out.reshape(-1).view(np.uint8)
     for start in range(0, part.span, EXACT_BYTES):
         piece = target[start : start + EXACT_BYTES]
-        yield part._replace(way=Way.EXACT, offset=offset + start, length=piece.nbytes, out=piece)
+        yield part._replace(way=Way.EXACT, offset=offset + start, length=piece.nbytes, span=piece.nbytes, out=piece)
 
 
 def _cut(window: list[Part]) -> Iterator[list[Part]]:
