@@ -46,7 +46,12 @@ def read_wanted(checkpoint: Checkpoint, wanted: Sequence[tuple[Leaf, Wanted]], p
     for leaf, want in wanted:
         _check_jax_has(leaf, want)
     values: list[Any] = []
-    for group in _groups(wanted, checkpoint.budget.limit_bytes // 4):
+    limit_bytes = checkpoint.budget.limit_bytes // 4
+    for group in _groups(wanted, limit_bytes):
+        leaf, want = group[0]
+        if want.form == "jax" and _bytes_beside(leaf, want, limit_bytes) > limit_bytes:  # then it is alone
+            values.append(put_in_pieces(checkpoint, leaf, want, limit_bytes, progress))
+            continue
         arrays = _read_group(checkpoint, group, progress)
         for i, (_, want) in enumerate(group):
             values.append(_handed_over(arrays[i], want))
@@ -127,6 +132,39 @@ def _cast_in_pieces(checkpoint: Checkpoint, leaf: Leaf, dtype: np.dtype[Any], pr
         with np.errstate(all="ignore"):  # the caller asked for the cast
             out[region.slices] = piece.astype(dtype)
     return out
+
+
+def put_in_pieces(checkpoint: Checkpoint, leaf: Leaf, want: Wanted, limit_bytes: int, progress: Progress | None) -> Any:
+    """A leaf on its devices, of which the host never holds more than one piece."""
+    import jax
+    from jax import lax, numpy
+
+    insert = jax.jit(lambda whole, part, start: lax.dynamic_update_slice(whole, part, start), donate_argnums=0)
+    most = max(1, limit_bytes // 2 // max(leaf.dtype.itemsize, want.dtype.itemsize if want.dtype is not None else 1))
+    whole = Region.whole(leaf.shape)
+    homes: dict[Any, Region] = {None: whole}  # None: JAX's default device
+    if want.sharding is not None:
+        indices = want.sharding.addressable_devices_indices_map(leaf.shape)
+        homes = {device: _box(index, leaf.shape) for device, index in indices.items()}
+    shards = []
+    for device, box in homes.items():
+        with jax.default_device(device):
+            shard = numpy.zeros(box.shape, want.dtype)
+        for region in split(box, leaf.chunk_shape, most):
+            piece = np.empty(region.shape, leaf.dtype)
+            checkpoint.read_into([(leaf, region, piece)], progress=progress)
+            with np.errstate(all="ignore"):  # a lossy cast was asked for
+                part = jax.device_put(piece.astype(want.dtype, copy=False), device)
+            shard = insert(shard, part, region.relative_to(box.start).start)
+        shards.append(jax.device_put(shard, device))
+    if want.sharding is None:
+        return shards[0]
+    return jax.make_array_from_single_device_arrays(leaf.shape, want.sharding, shards)
+
+
+def _box(index: Sequence[slice], shape: Shape) -> Region:
+    bounds = [part.indices(n)[:2] for part, n in zip(index, shape, strict=True)]
+    return Region(tuple(low for low, _ in bounds), tuple(high - low for low, high in bounds))
 
 
 def _handed_over(array: Array | None, want: Wanted) -> Any:

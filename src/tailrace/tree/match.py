@@ -151,15 +151,16 @@ def compare(diff: Diff, key: str, want: Wanted, have: Leaf | str, *, cast: bool)
     if is_keys or (want.form == "prng" and have.kind != PRNG + want.implementation):
         diff.kinds.append(f"{key}   stored {_told(have)}, wanted {want}")
         return
-    if have.shape != want.shape:
-        diff.shapes.append(f"{key}   stored {have.shape}, wanted {want.shape}")
+    shape, dtype = have.shape, have.dtype
+    if shape != want.shape:
+        diff.shapes.append(f"{key}   stored {shape}, wanted {want.shape}")
         return
     assert want.dtype is not None
-    fits = _number_fits(have.dtype, want.number) if want.form == "number" else is_lossless(have.dtype, want.dtype)
-    if not fits and not is_possible(have.dtype, want.dtype):
-        diff.kinds.append(f"{key}   stored {have.dtype}, wanted {want}")
+    fits = _number_fits(dtype, want.number) if want.form == "number" else is_lossless(dtype, want.dtype)
+    if not fits and not is_possible(dtype, want.dtype):
+        diff.kinds.append(f"{key}   stored {dtype}, wanted {want}")
     elif not fits and not cast:
-        diff.lossy.append(f"{key}   stored {have.dtype}, wanted {want}")
+        diff.lossy.append(f"{key}   stored {dtype}, wanted {want}")
 
 
 def _number_fits(dtype: np.dtype[Any], number: type) -> bool:
