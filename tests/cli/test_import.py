@@ -156,6 +156,23 @@ def test_restart_after_the_source_changed(tailrace, big_model, tmp_path):
     check_big(tailrace, out)
 
 
+def test_two_imports_at_once(tailrace, big_model, tmp_path):
+    """While one import is at work, another to the same place is refused and does the first no harm."""
+    out = tmp_path / "out"
+    first = started("import", big_model, out, "--memory", "16MiB")
+    wait_for_journal(tmp_path / "out.tailrace-pending", first)
+    first.send_signal(signal.SIGSTOP)
+    if first.poll() is not None:
+        pytest.skip("the first import was done already")
+    second = tailrace("import", big_model, out)
+    first.send_signal(signal.SIGCONT)
+    _, stderr = first.communicate(timeout=60)
+
+    failed(second, str(first.pid))
+    assert first.returncode == 0, stderr
+    check_big(tailrace, out)
+
+
 def check_big(tailrace, out):
     """The imported big model is whole, by our own verify and by what TensorStore reads of it."""
     import tensorstore as ts

@@ -104,6 +104,7 @@ def test_verify_finds_a_flipped_bit(tailrace, imported):
 
     assert whole.returncode == 0
     assert "intact. 6 leaves" in whole.stdout
+    assert as_json["path"] == str(imported)
     assert (as_json["ok"], as_json["leaves"]) == (True, 6)
     assert damaged.returncode == 1
     assert len(damaged.stderr.splitlines()) == 1

@@ -220,6 +220,16 @@ def test_finished_import(tmp_path):
     np.testing.assert_array_equal(stored(tmp_path / "out", "z"), np.arange(3))
 
 
+def test_directory_with_a_finished_import_inside(tmp_path):
+    """A directory that holds this very import as its only item is not the import."""
+    path = save(tmp_path / "m.safetensors", some_tensors())
+    import_model(path, tmp_path / "models/one")
+
+    with pytest.raises(CheckpointExistsError, match="models"):
+        import_model(path, tmp_path / "models")
+    assert sorted(os.listdir(tmp_path / "models")) == ["one"]
+
+
 def test_memory_stays_within_the_budget(tmp_path):
     """One tensor of 1 GB, unaligned in its file, passes through a budget of 32 MiB."""
     nbytes = 1_000_000_000

@@ -6,7 +6,6 @@ import fnmatch
 import json
 import math
 import re
-import time
 from collections import Counter
 from types import EllipsisType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -46,7 +45,11 @@ def ls(
         rows = [_row(checkpoint, key) for key in checkpoint.paths() if _matches(display(key), glob)]
         nbytes = sum(row["bytes"] for row in rows)
         if as_json:
-            print(json.dumps({"path": path, "leaves": rows, "totals": {"leaves": len(rows), "bytes": nbytes}}))
+            print(
+                json.dumps(
+                    {"path": str(checkpoint.path), "leaves": rows, "totals": {"leaves": len(rows), "bytes": nbytes}}
+                )
+            )
         else:
             _print_table([("KEY", "SHAPE", "DTYPE", "BYTES"), *map(_cells, rows)])
             of = "" if len(rows) == len(checkpoint) else f" of {len(checkpoint)}"
@@ -71,7 +74,7 @@ def show(
     selected = None if index is None else _parse_index(index)
     with reporting(), _open(path) as checkpoint:
         if key is None:
-            _show_checkpoint(path, checkpoint)
+            _show_checkpoint(checkpoint)
             return
         leaf = checkpoint[key]
         if isinstance(leaf, str):
@@ -93,7 +96,6 @@ def verify(
         from tailrace.cli.progress import ByteProgress
         from tailrace.testing.peak import PeakMemory
 
-        begin = time.monotonic()
         total = sum(_row(checkpoint, key)["bytes"] for key in checkpoint.paths())
         done = 0
         with (
@@ -108,13 +110,17 @@ def verify(
                 done += nbytes
                 progress(done, total)
 
-            checkpoint.verify(progress=advance)
-        seconds = time.monotonic() - begin
+            report = checkpoint.verify(progress=advance)
+        unprotected = list(report.unprotected)
         if as_json:
-            result = {"path": path, "ok": True, "leaves": len(checkpoint), "bytes": total, "seconds": round(seconds, 3)}
-            print(json.dumps(result))
+            totals = {"leaves": report.leaves, "bytes": report.bytes, "seconds": round(report.seconds, 3)}
+            print(json.dumps({"path": str(checkpoint.path), "ok": True, **totals, "unprotected": unprotected}))
         elif not quiet:
-            print(f"{path}: intact. {len(checkpoint)} leaves, {data_size(total)} in {seconds:.2f} s")
+            amount = f"{report.leaves} leaves, {data_size(report.bytes)} in {report.seconds:.2f} s"
+            print(f"{checkpoint.path}: intact. {amount}")
+            if unprotected:
+                some = ", ".join(map(printable, unprotected[:3]))
+                print(f"{len(unprotected)} leaves could be decoded, but were saved without checksums: {some} ...")
             print(f"memory: peak {memory_size(peak.peak_bytes)} above the start")
 
 
@@ -153,10 +159,10 @@ def _print_table(rows: list[tuple[str, str, str, str]]) -> None:
         print(f"{key:<{widths[0]}}  {shape:<{widths[1]}}  {dtype:<{widths[2]}}  {nbytes:>{widths[3]}}")
 
 
-def _show_checkpoint(path: str, checkpoint: Checkpoint) -> None:
+def _show_checkpoint(checkpoint: Checkpoint) -> None:
     rows = [_row(checkpoint, key) for key in checkpoint.paths()]
     counts = Counter(row["dtype"] for row in rows)
-    print(f"{path}: {len(rows)} leaves, {data_size(sum(row['bytes'] for row in rows))}")
+    print(f"{checkpoint.path}: {len(rows)} leaves, {data_size(sum(row['bytes'] for row in rows))}")
     print(f"dtypes: {', '.join(f'{count} {dtype}' for dtype, count in counts.most_common()) or 'none'}")
     for name, value in (("source", checkpoint.source), ("metadata", checkpoint.metadata)):
         if value:

@@ -140,6 +140,8 @@ def _is_finished(out: Path, fingerprint: dict[str, Any]) -> bool:
     """Whether this very import is at `out`, committed. Raises CheckpointExistsError for another checkpoint."""
     try:
         with reader.open(out) as checkpoint:
+            if not checkpoint.path.samefile(out):
+                return False  # the only item of a directory, which is not ours to replace
             found = checkpoint.source
     except NotACheckpointError:
         return False  # the transaction says what is in the way

@@ -71,7 +71,10 @@ def open_repository(path: str | Path) -> Repository:
         return Repository(path.parent, {path.name: SafetensorsFile(path)})
     if not path.is_dir():
         found = "is neither a file nor a directory" if path.exists() else "does not exist"
-        raise InputError(f"{path} {found}: give a .safetensors file or the directory of a Hugging Face model.")
+        raise InputError(
+            f"{path} {found}: give a .safetensors file or the directory of a Hugging Face model. "
+            f"A model on the Hub has to be downloaded first."
+        )
     try:
         names = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
     except OSError as error:
