@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -230,24 +231,32 @@ class _Check:
         rows = np.unique(np.array(named, np.int64).reshape(-1, 2), axis=0)  # sorted; a range named twice is read once
         budget = self._checkpoint.budget
 
+        found: list[tuple[int, _Range | str]] = []
+
         def work(job: tuple[int, int, list[_Range]]) -> None:
             start, stop, ranges = job
             with budget.holding(BLOCK_BYTES):
-                for problem in self._stretch(name, start, min(stop, length), ranges):
-                    with self._lock:
-                        self.problems.append(problem)
+                # As a list: extending from a list is one step that no other thread interrupts.
+                found.extend(list(self._stretch(name, start, min(stop, length), ranges)))
 
         run_jobs(_stretches(rows, info.dead, max(length, info.length)), work)
+        found.sort(key=itemgetter(0))
+        damaged = [problem for _, problem in found if isinstance(problem, _Range)]
+        owners = self._owners(name, {item.offset for item in damaged[:MAX_REPORTED]}) if damaged else {}
+        self.problems += [
+            problem if isinstance(problem, str) else _blame(name, problem, owners.get(problem.offset, ""))
+            for _, problem in found
+        ]
 
-    def _stretch(self, name: str, start: int, stop: int, ranges: list[_Range]) -> Iterator[str]:
-        """Read [start, stop) once; problems with the ranges in it, and with what lies between them."""
+    def _stretch(self, name: str, start: int, stop: int, ranges: list[_Range]) -> Iterator[tuple[int, _Range | str]]:
+        """Read [start, stop) once; the ranges in it that are damaged, and what is not zero between them."""
         block = np.empty(BLOCK_BYTES, np.uint8)
         end = start
         for item in ranges:
             if item.offset > end:
                 yield from self._zeros(name, end, item.offset, block)
             if not self._range_is_sound(name, item, block):
-                yield self._blame(name, item)
+                yield item.offset, item
             end = max(end, item.offset + item.length)
         if stop > end:
             yield from self._zeros(name, end, stop, block)
@@ -271,7 +280,7 @@ class _Check:
         self._done(CRC_BYTES)
         return item.length >= CRC_BYTES and int.from_bytes(stored.tobytes(), "little") == found
 
-    def _zeros(self, name: str, start: int, stop: int, block: Array) -> Iterator[str]:
+    def _zeros(self, name: str, start: int, stop: int, block: Array) -> Iterator[tuple[int, str]]:
         if not self._index_is_whole:
             return
         for at in range(start, stop, BLOCK_BYTES):
@@ -282,36 +291,44 @@ class _Check:
                 return
             self._done(part.nbytes)
             if part.any():
-                yield f"file {name}: byte {at + int(part.argmax())} is padding and not zero."
+                byte = at + int((part != 0).argmax())
+                yield byte, f"file {name}: byte {byte} is padding and not zero."
                 return
 
-    def _blame(self, name: str, item: _Range) -> str:
-        """The leaf and region of a damaged range; looked up now, so that nothing is kept for sound ones."""
-        where = f"file {name}, bytes {item.offset} to {item.offset + item.length}"
-        if item.crc32c != _OWN_CRC:
-            return f"{where}: dead range: wrong crc32c."
-        if any(place.file.path == name and place.offset == item.offset for place in self._checkpoint.index.nodes()):
-            return f"{where}: index node: wrong crc32c."
-        with self._lock:
-            owner = self._owner(name, item)
-        return f"{owner}{where}: wrong crc32c, or the file ends too early."
-
-    def _owner(self, name: str, item: _Range) -> str:
+    def _owners(self, name: str, offsets: set[int]) -> dict[int, str]:
+        """Whose the damaged ranges are; looked up afterwards, so that nothing is kept for sound ones."""
+        owners = {
+            place.offset: "index node, "
+            for place in self._checkpoint.index.nodes()
+            if place.offset in offsets and place.file.path == name
+        }
+        if not self._index_is_whole:
+            return owners
         leaves = {leaf.name: leaf for leaf in self._leaves()}
         for key, value in self._checkpoint.index.entries():
+            if not isinstance(value, Indirect) or value.offset not in offsets or value.file.path != name:
+                continue
             match = _CHUNK_KEY.fullmatch(key)
-            if match and isinstance(value, Indirect) and value.offset == item.offset and value.file.path == name:
-                leaf = leaves.get(match[1].decode())
+            leaf = leaves.get(match[1].decode(errors="replace")) if match else None
+            if match and leaf is not None:
                 place = tuple(map(int, match[2].split(b"/")[1:]))
-                if leaf is not None and len(place) == leaf.ndim:
-                    return f"leaf {leaf.key!r}, region {chunk_region(place, leaf.shape, leaf.chunk_shape)}: "
-        return ""
+                if len(place) == leaf.ndim:
+                    region = chunk_region(place, leaf.shape, leaf.chunk_shape)
+                    owners[value.offset] = f"leaf {leaf.key!r}, region {region}: "
+        return owners
 
     def _done(self, nbytes: int) -> None:
         with self._lock:
             self.nbytes += nbytes
             if self._progress is not None:
                 self._progress(nbytes)
+
+
+def _blame(name: str, item: _Range, owner: str) -> str:
+    where = f"file {name}, bytes {item.offset} to {item.offset + item.length}"
+    if item.crc32c != _OWN_CRC:
+        return f"{where}: dead range: wrong crc32c."
+    return f"{owner}{where}: wrong crc32c, or the file ends too early."
 
 
 def _stretches(rows: Array, dead: list[manifest.DeadRange], length: int) -> Iterator[tuple[int, int, list[_Range]]]:
