@@ -6,6 +6,7 @@ import enum
 import os
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import pytest
 
 from tailrace.errors import InputError, KeyPathError, LeafError
 from tailrace.flow.regions import Region
+from tailrace.tree.flatten import flatten
 from tailrace.tree.leaves import DeviceArray, collect
 from tailrace.tree.load import load
 from tailrace.tree.save import save
@@ -260,10 +262,22 @@ def test_a_device_array_is_read_by_regions_and_leaves_no_copy_on_the_host():
     np.testing.assert_array_equal(out, np.asarray(array)[1:3, 1:4])
 
 
-def test_ten_thousand_leaves_are_checked_without_a_copy():
+def test_arrays_on_the_host_are_viewed():
     """Host arrays and JAX arrays on CPU are viewed: what is collected shares their memory."""
     own, theirs = np.ones(4, np.float32), jnp.ones(16)
     items = collect([(("own",), own), (("theirs",), theirs)])
 
     assert items[0].value is own
     assert items[1].value.ctypes.data == theirs.unsafe_buffer_pointer()
+
+
+def test_ten_thousand_leaves_are_checked_in_a_tenth_of_a_second():
+    """Taking a tree apart and checking its leaves is no cost beside writing; four times the aim leaves room."""
+    array = np.ones((4, 4), np.float32)
+    tree = {"params": {f"layer_{i}": {f"w{j}": array for j in range(10)} for i in range(1000)}}
+    start = time.process_time()
+    items = collect(flatten(tree).leaves)
+    seconds = time.process_time() - start
+
+    assert len(items) == 10_000
+    assert seconds < 0.4

@@ -43,9 +43,10 @@ def fork(
             compression=compression,
         )
         try:
-            if not writer.keys():  # a resumed fork has inherited already
+            if not _has_inherited(writer, parent.path):
                 inherit(writer, parent)
         except BaseException:
-            writer.abort()
+            if writer.inherited is None or not writer.inherited.complete:
+                writer.abort() if not writer.resumed else writer.close()
             raise
     return writer

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -13,6 +14,8 @@ from tailrace.checkpoint.pending import discard
 from tailrace.checkpoint.transaction import Transaction
 from tailrace.errors import InputError
 from tailrace.flow.budget import DEFAULT_BUDGET
+from tailrace.flow.regions import Region
+from tailrace.flow.sources import Array, Source
 from tailrace.format import structure
 from tailrace.format.keys import KeyPath
 from tailrace.format.structure import Node
@@ -21,6 +24,8 @@ from tailrace.tree.flatten import flatten
 from tailrace.tree.leaves import Item, collect
 
 Progress = Callable[[int], None]
+
+_SMALL_BYTES = 16 << 10  # a source so small costs less fetched whole than handed to another thread
 
 
 class Prepared(NamedTuple):
@@ -86,13 +91,27 @@ def write_prepared(transaction: Transaction, prepared: Prepared, progress: Progr
     """Write everything prepared; host arrays together, what must be fetched or swapped piece by piece."""
     for prefix, node in prepared.records:
         transaction.set_structure(prefix, node)
-    arrays = [(path, value, kind) for path, value, kind in prepared.items if isinstance(value, np.ndarray)]
-    transaction.write_arrays(arrays, progress=progress)
+    transaction.write_arrays(_host_arrays(prepared.items), progress=progress)
     for path, value, kind in prepared.items:
         if isinstance(value, str):
             transaction.set_text(path, value)
-        elif not isinstance(value, np.ndarray):
+        elif not (isinstance(value, np.ndarray) or _is_small(value)):
             transaction.write_source(path, value, kind=kind, progress=progress)
+
+
+def _host_arrays(items: list[Item]) -> Iterator[tuple[KeyPath, Array, str]]:
+    """The arrays that are on the host, and one by one those small enough to be fetched whole."""
+    for path, value, kind in items:
+        if isinstance(value, np.ndarray):
+            yield path, value, kind
+        elif not isinstance(value, str) and _is_small(value):
+            out = np.empty(value.shape, value.dtype)
+            value.read_into(Region.whole(value.shape), out)
+            yield path, out, kind
+
+
+def _is_small(source: Source) -> bool:
+    return math.prod(source.shape) * source.dtype.itemsize <= _SMALL_BYTES
 
 
 def checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
