@@ -304,6 +304,19 @@ def test_nothing_there_is_our_error(tmp_path):
         load(tmp_path / "nowhere")
 
 
+def test_orbax_s_own_metadata_is_something_to_load_into(tmp_path):
+    """What Orbax says of a checkpoint may be passed as `like`, on any devices (maxdiffusion#379)."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "theirs", {"a": jnp.ones(3), "b": np.arange(2), "c": 3})
+    with ocp.StandardCheckpointer() as checkpointer:
+        metadata = checkpointer.metadata(tmp_path / "theirs").item_metadata
+    found = load(tmp_path / "theirs", metadata.tree)
+
+    np.testing.assert_array_equal(found["a"], np.ones(3, np.float32), strict=True)
+    np.testing.assert_array_equal(found["b"], np.arange(2), strict=True)
+    assert found["c"] == 3
+
+
 _SAVE_ON_EIGHT = """
 import sys, jax, numpy as np, orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P

@@ -115,9 +115,14 @@ def take_apart(at: Any, path: KeyPath = ()) -> Parts | None:
         return Parts(range(len(at)), at, structure.List, lambda values: _replaced(at, values))
     if isinstance(at, tuple):
         return Parts(range(len(at)), at, structure.Tuple, kind)
-    if dataclasses.is_dataclass(at) and not isinstance(at, type) and not hasattr(kind, "read_into"):
+    if dataclasses.is_dataclass(at) and not isinstance(at, type) and not _is_array_like(at):
         return _dataclass_parts(at, kind)
     return None
+
+
+def _is_array_like(at: Any) -> bool:
+    """Whether a dataclass speaks of one array, as a Source or the metadata of Orbax do, and so is a leaf."""
+    return hasattr(at, "shape") and hasattr(at, "dtype")
 
 
 def _mapping(at: dict[Any, Any], path: KeyPath, build: Callable[[list[Any]], Any]) -> Parts:
