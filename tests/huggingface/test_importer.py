@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 import tensorstore as ts
 
-from tailrace.checkpoint import reader
+from tailrace.checkpoint import publish, reader
 from tailrace.checkpoint.transaction import Transaction
 from tailrace.errors import CheckpointExistsError, InputError, KeyPathError, LeafError, PendingError
 from tailrace.huggingface import importer
@@ -218,6 +218,29 @@ def test_finished_import(tmp_path):
         import_model(other, tmp_path / "out")
     import_model(other, tmp_path / "out", overwrite=True)
     np.testing.assert_array_equal(stored(tmp_path / "out", "z"), np.arange(3))
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_killed_while_publishing(tmp_path, monkeypatch, overwrite):
+    """An import that was killed after it was sealed is finished by the next run, which finds nothing left to do."""
+    path = save(tmp_path / "m.safetensors", some_tensors())
+    if overwrite:
+        import_model(save(tmp_path / "old.safetensors", {"old": np.ones(3)}), tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr(publish, "publish", killed)
+        with pytest.raises(StoppedError):
+            import_model(path, tmp_path / "out", overwrite=overwrite)
+
+    report = import_model(path, tmp_path / "out", overwrite=overwrite)
+
+    assert report.already_there
+    np.testing.assert_array_equal(stored(tmp_path / "out", "h.0.w"), some_tensors()["h.0.w"])
+
+
+def killed(*_arguments, release, **_options):
+    """In place of publishing: end here, and drop the lock as a dead process does."""
+    release()
+    raise StoppedError
 
 
 def test_directory_with_a_finished_import_inside(tmp_path):

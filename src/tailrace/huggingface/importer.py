@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from tailrace.checkpoint import reader
+from tailrace.checkpoint import publish, reader
 from tailrace.checkpoint.chunks import default_threads
 from tailrace.checkpoint.leafwriter import LeafWriter
 from tailrace.checkpoint.registry import SMALL_BYTES
@@ -37,6 +37,7 @@ from tailrace.flow.sources import Array
 from tailrace.format.keys import KeyPath, check_path
 from tailrace.huggingface.repository import Repository, open_repository
 from tailrace.huggingface.safetensors import TensorSource
+from tailrace.storage.location import resolve
 
 CHUNK_BYTES = 2 << 20  # spares a host that wants 1/16 of the rows from reading 16 times its share
 _BATCH_BYTES = 8 << 20
@@ -96,7 +97,8 @@ def import_model(
             "compression": compression or "none",
             "files": repository.fingerprint(),
         }
-        if not overwrite and os.path.lexists(out) and _is_finished(out, fingerprint):
+        recovered = publish.recover(resolve(out))  # an import killed while it published is done, with `overwrite` too
+        if (recovered or not overwrite) and _is_finished(out, fingerprint, overwrite=overwrite):
             return ImportReport(out, len(plan), nbytes, already_there=True)
         options: dict[str, Any] = {"memory_budget": budget_bytes, "overwrite": overwrite, "compression": compression}
         if restart:
@@ -109,7 +111,7 @@ def import_model(
             except KeyboardInterrupt:
                 transaction.flush()  # whoever asks us to stop loses nothing
                 raise
-            transaction.commit().close()
+            transaction.finish()
         return ImportReport(out, len(plan), nbytes, resumed_bytes=counter.resumed)
     finally:
         repository.close()
@@ -136,8 +138,13 @@ def _plan(repository: Repository, *, flat: bool) -> Plan:
     return plan
 
 
-def _is_finished(out: Path, fingerprint: dict[str, Any]) -> bool:
-    """Whether this very import is at `out`, committed. Raises CheckpointExistsError for another checkpoint."""
+def _is_finished(out: Path, fingerprint: dict[str, Any], *, overwrite: bool) -> bool:
+    """Whether this very import is at `out`, committed.
+
+    Raises CheckpointExistsError for another checkpoint that is not to be replaced.
+    """
+    if not os.path.lexists(out):
+        return False
     try:
         with reader.open(out) as checkpoint:
             if not checkpoint.path.samefile(out):
@@ -145,8 +152,8 @@ def _is_finished(out: Path, fingerprint: dict[str, Any]) -> bool:
             found = checkpoint.source
     except NotACheckpointError:
         return False  # the transaction says what is in the way
-    if found == fingerprint:
-        return True
+    if found == fingerprint or overwrite:
+        return found == fingerprint
     what = "of another origin" if found is None else f"of another source: {_difference(found, fingerprint)}"
     raise CheckpointExistsError(f"{out} holds a checkpoint {what}. Give --overwrite to replace it, or another path.")
 
