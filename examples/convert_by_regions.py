@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 
@@ -37,7 +38,7 @@ def convert(die_after: int | None = None) -> None:
 def main() -> None:
     killed = subprocess.run([sys.executable, __file__, "6"], check=False)
     assert killed.returncode == -signal.SIGKILL
-    assert not os.path.exists("stacked"), "nothing is visible before commit"
+    assert not Path("stacked").exists(), "nothing is visible before commit"
     convert()
 
     with tailrace.open("stacked") as checkpoint:

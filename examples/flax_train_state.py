@@ -8,13 +8,13 @@ from flax.training.train_state import TrainState
 
 import tailrace
 
-model = nn.Dense(16)
+model, optimizer = nn.Dense(16), optax.adamw(1e-2)
 x, y = jnp.ones((4, 8)), jnp.zeros((4, 16))
 
 
 def create(key: jax.Array) -> TrainState:
     params = model.init(key, x)["params"]
-    return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-2))
+    return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
 
 
 @jax.jit
