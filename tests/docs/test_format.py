@@ -185,6 +185,14 @@ def test_the_directory_holds_what_the_page_lists(tmp_path):
     assert [*members, "crc32c"] == list(said)
 
 
+def test_the_example_of_tailrace_json_is_sound():
+    """The checksum in the page's example is that of its bytes."""
+    line = next(line for line in PAGE.splitlines() if line.startswith('{"format":1'))
+    held = line[: line.rindex('"crc32c"')].encode()
+
+    assert json.loads(line)["crc32c"] == f"{crc32c.crc32c(held):08x}"
+
+
 def test_the_journal_is_as_the_page_says(tmp_path):
     """Header, frames and item counts of a journal, read by the page alone."""
     writer = tailrace.Writer(tmp_path / "ck")
