@@ -55,7 +55,7 @@ def say(text: str) -> None:
 def command(*arguments: object) -> list[str]:
     words = [str(argument) for argument in arguments]
     print(f"$ tailrace {shlex.join(words)}", flush=True)
-    return [sys.executable, "-m", "tailrace.cli.main", *words]
+    return [sys.executable, "-m", "tailrace", *words]
 
 
 def tailrace(*arguments: object) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-COMMAND = [sys.executable, "-m", "tailrace.cli.main"]
+COMMAND = [sys.executable, "-m", "tailrace"]
 
 
 def tailrace(*arguments, **options):

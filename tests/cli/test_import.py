@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
 
-COMMAND = [sys.executable, "-m", "tailrace.cli.main"]
+COMMAND = [sys.executable, "-m", "tailrace"]
 
 
 def snapshot(directory):

@@ -49,7 +49,7 @@ def test_quiet(monkeypatch, capsys):
 def test_bar_on_a_terminal(model, tmp_path):
     """On a terminal a bar with the budget is drawn on stderr; stdout keeps to the result."""
     master, terminal = os.openpty()
-    command = [sys.executable, "-m", "tailrace.cli.main", "import", str(model), str(tmp_path / "out")]
+    command = [sys.executable, "-m", "tailrace", "import", str(model), str(tmp_path / "out")]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=terminal, text=True, check=False, env=environment)
     os.close(terminal)

@@ -120,7 +120,7 @@ def test_the_importing_page_runs(tmp_path):
     }
     safetensors.numpy.save_file(tensors, model / "model.safetensors")
     lines = command_lines(pages.ROOT / "docs" / "guide" / "importing.md")
-    script = "\n".join(["set -eux", 'tailrace() { "$PYTHON" -m tailrace.cli.main "$@"; }', *lines])
+    script = "\n".join(["set -eux", 'tailrace() { "$PYTHON" -m tailrace "$@"; }', *lines])
 
     done = subprocess.run(
         ["bash", "-c", script],

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 
 from tailrace.cli import import_, inspect
-from tailrace.cli.reporting import INTERRUPTED, set_debug
+from tailrace.cli.reporting import set_debug
 
 app = typer.Typer(
     name="tailrace",
@@ -60,15 +59,3 @@ app.command("ls")(inspect.ls)
 app.command("show")(inspect.show)
 app.command("verify")(inspect.verify)
 app.command("version")(version)
-
-
-def run() -> None:
-    """The `tailrace` console script."""
-    try:
-        app()
-    except KeyboardInterrupt:  # before or after a command's own work
-        sys.exit(INTERRUPTED)
-
-
-if __name__ == "__main__":
-    run()

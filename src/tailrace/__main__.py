@@ -1,0 +1,6 @@
+"""`python -m tailrace` is `tailrace`."""
+
+from tailrace.cli import run
+
+if __name__ == "__main__":
+    run()
