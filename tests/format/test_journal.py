@@ -20,7 +20,7 @@ RECORDS = [
     journal.Text(6, ("t",), "häl/lo"),
     journal.Structure(7, (), b"[]"),
     journal.Metadata(8, {"a": [1, None, {"b": 2.5}]}),
-    journal.Fingerprint({"sha": "00"}),
+    journal.Fingerprint(11, {"sha": "00"}),
     journal.Inherit(9, "/parent", True),
 ]
 

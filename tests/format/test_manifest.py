@@ -3,6 +3,7 @@
 import json
 
 import crc32c
+import msgspec
 import pytest
 
 from tailrace.errors import CorruptionError, UnsupportedFormatError
@@ -13,7 +14,7 @@ WHOLE = manifest.Manifest(
     writer={"name": "tailrace", "version": "1"},
     files={"_METADATA": manifest.SmallFile(10, 0xFFFFFFFF)},
     data_files={"d/0": manifest.DataFileInfo(4096, [manifest.DeadRange(1, 2, 3)]), "d/1": manifest.DataFileInfo(5)},
-    structure=["dict", ["a"], [["leaf"]]],
+    structure=msgspec.Raw(b'["dict",["a"],[["leaf"]]]'),
     kinds={"a": "int"},
     custom_metadata={"note": [1, {"x": None}]},
     source={"sha": "00"},

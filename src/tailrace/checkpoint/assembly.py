@@ -31,24 +31,35 @@ class Assembly:
     chunk: int
     buffer: Array
     boxes: list[tuple[int, Region]] = field(default_factory=list)
+    _known: set[Region] = field(default_factory=set)  # of `boxes`
+    _smallest: int = 0  # elements of the smallest box
+    _elements: int = 0  # of all boxes; what two of them share counts twice
 
     def put(self, sequence: int, box: Region, data: Array) -> None:
-        """Lay `data` over what older calls wrote and under what newer ones did."""
-        newer = [other for when, other in self.boxes if when > sequence]
+        """Lay `data` over what older calls wrote and under what newer ones did.
+
+        Thousands of boxes of one size, such as rows, cost the same each.
+        """
+        latest = not self.boxes or self.boxes[-1][0] <= sequence
+        newer = [] if latest else [other for when, other in self.boxes if when > sequence]
         for seen in missing_regions(newer, box) if newer else [box]:
             self.buffer[seen.slices] = data[seen.relative_to(box.start).slices]
-        self.boxes = [(when, other) for when, other in self.boxes if when > sequence or not _inside(other, box)]
+        if box in self._known or (self.boxes and box.size > self._smallest):  # may hide others: they need no record
+            self.boxes = [(when, other) for when, other in self.boxes if when > sequence or not _inside(other, box)]
+            self._known = {other for _, other in self.boxes}
+            self._elements = sum(other.size for _, other in self.boxes)
+        self._smallest = min(self._smallest, box.size) if self.boxes else box.size
         self.boxes.append((sequence, box))
-        self.boxes.sort(key=lambda entry: entry[0])
+        self._known.add(box)
+        self._elements += box.size
+        if not latest:
+            self.boxes.sort(key=lambda entry: entry[0])
 
     @property
     def complete(self) -> bool:
         """Whether every element of the chunk (clipped at the leaf's edge) was written."""
-        shape = self.leaf.region_of(self.chunk).shape
-        regions = [box for _, box in self.boxes]
-        return sum(box.size for box in regions) >= int(np.prod(shape)) and not missing_regions(
-            regions, Region.whole(shape)
-        )
+        whole = Region.whole(self.leaf.region_of(self.chunk).shape)
+        return self._elements >= whole.size and not missing_regions([box for _, box in self.boxes], whole)
 
 
 def _inside(inner: Region, outer: Region) -> bool:
@@ -58,8 +69,8 @@ def _inside(inner: Region, outer: Region) -> bool:
 class Assemblies:
     """All half-written chunks of a writer, within a fixed number of bytes.
 
-    `finish(assembly)` must append the whole chunk, `spill(assembly)` its boxes as parts; either is called with the
-    chunk taken out of here and no lock held but the writer's own.
+    `finish(assembly)` must append the whole chunk, `spill(assembly)` its boxes as parts. The chunk is let go when they
+    return, so that one that fails (no memory) loses nothing and may be tried again.
     """
 
     def __init__(
@@ -84,14 +95,14 @@ class Assemblies:
                 self._bytes += leaf.chunk_bytes
             assembly.put(sequence, box, data)
             if assembly.complete and may_finish(assembly.boxes[-1][0]):
-                self._take(key)
                 self._finish(assembly)
+                self._take(key)
 
     def spill_all(self) -> None:
         """Put every half-written chunk on disk as parts."""
         with self._lock:
             while self._held:
-                self._spill(self._take(next(iter(self._held))))
+                self._spill_oldest()
 
     def discard(self, leaf: LeafState) -> None:
         """Forget the half-written chunks of a leaf that is declared anew or deleted."""
@@ -106,12 +117,15 @@ class Assemblies:
 
     def _make_room(self, nbytes: int) -> None:
         while self._held and self._bytes + nbytes > self._limit_bytes:
-            self._spill(self._take(next(iter(self._held))))
+            self._spill_oldest()
 
-    def _take(self, key: Key) -> Assembly:
-        assembly = self._held.pop(key)
-        self._bytes -= assembly.leaf.chunk_bytes
-        return assembly
+    def _spill_oldest(self) -> None:
+        key, assembly = next(iter(self._held.items()))
+        self._spill(assembly)
+        self._take(key)
+
+    def _take(self, key: Key) -> None:
+        self._bytes -= self._held.pop(key).leaf.chunk_bytes
 
 
 def overlay(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ Progress = Callable[[int], None]
 Piece = tuple[
     LeafState, Region, Source, Region, int
 ]  # leaf, region in the leaf, source, region in the source, sequence
+LEAST_BUFFER_BYTES = 1 << 16
 DEAD_CRC32C = 0x48674BC7  # crc32c of any bytes followed by their own crc32c, little-endian
 
 
@@ -41,11 +44,13 @@ class ChunkWriter:
     def __init__(self, root: Path, ledger: Ledger, budget: MemoryBudget, *, threads: int, direct: bool = True) -> None:
         self.files: list[str] = []  # relative paths; a Place counts them
         self.dead: dict[int, list[tuple[int, int, int]]] = {}  # file -> offset, length, crc32c of what lost its use
+        self.untrusted: set[str] = set()  # files of other writers: what they hold between chunks is not known
         self.unflushed_bytes = 0
         self._numbers: dict[str, int] = {}
         self._numbering = threading.Lock()
+        threads = min(threads, budget.limit_bytes // (8 * LEAST_BUFFER_BYTES))
         self._ledger, self._budget, self._threads = ledger, budget, threads
-        buffer_bytes = 1 << min(24, max(16, (budget.limit_bytes // (8 * threads)).bit_length() - 1))
+        buffer_bytes = 1 << min(24, (budget.limit_bytes // (8 * threads)).bit_length() - 1)
         half_written_bytes = budget.limit_bytes // 4
         self._fixed_bytes = threads * buffer_bytes + half_written_bytes
         budget.reserve(self._fixed_bytes)
@@ -101,7 +106,8 @@ class ChunkWriter:
             with self._budget.holding(encode_bytes):
                 self._put(leaf, region, source.view(inside), sequence)
             return
-        with self._budget.holding(region.size * leaf.dtype.itemsize + encode_bytes):
+        itemsize = leaf.dtype.itemsize + getattr(source, "scratch_itemsize", 0)  # a cast reads into memory of its own
+        with self._budget.holding(region.size * itemsize + encode_bytes):
             data = np.empty(region.shape, leaf.dtype)
             source.read_into(inside, data)
             self._put(leaf, region, data, sequence)
@@ -163,6 +169,7 @@ class ChunkWriter:
         """Append a chunk that is encoded already."""
         with self.lanes.take() as lane:
             offset, length, _ = lane.append((data,))
+            self.untrusted.add(lane.relative)  # others' chunks need not end in their crc32c
             return Place(self.number_of(lane.relative), offset, length, sequence)
 
     def place(self, leaf: LeafState, chunk: int, new: Place) -> None:
@@ -170,7 +177,9 @@ class ChunkWriter:
         with leaf.lock:
             old = leaf.chunks.get(chunk)
             loser = old
-            if old is None or old.sequence < new.sequence:
+            if leaf.void:
+                loser = new
+            elif old is None or old.sequence < new.sequence:
                 leaf.chunks.put(chunk, new)
                 for part in leaf.parts.get(chunk, ()):
                     if part.sequence < new.sequence:
@@ -188,15 +197,15 @@ class ChunkWriter:
         """Note a box of a chunk that is on disk, unless a newer call wrote the whole chunk."""
         with leaf.lock:
             base = leaf.chunks.get(chunk)
-            if base is None or base.sequence < part.sequence:
-                parts = leaf.parts.setdefault(chunk, [])
-                parts.append(part)
-                parts.sort(key=lambda entry: entry.sequence)
+            if not leaf.void and (base is None or base.sequence < part.sequence):
+                insort(leaf.parts.setdefault(chunk, []), part, key=attrgetter("sequence"))
                 return
         self._bury(part.place, part.crc32c)
 
     def bury(self, leaf: LeafState) -> None:
         """Everything written to a leaf is dead: it was deleted or declared anew."""
+        with leaf.lock:  # what is still on its way is buried where it arrives
+            leaf.void = True
         self._half_written.discard(leaf)
         for place in leaf.chunks.places():
             self._bury_chunk(leaf, place)
@@ -216,6 +225,8 @@ class ChunkWriter:
         if number is not None:
             return number
         with self._numbering:
+            if inherited:
+                self.untrusted.add(relative)
             if relative not in self._numbers:
                 self._ledger.add(journal.DataFile(len(self.files), relative, inherited))
                 self.files.append(relative)
@@ -252,7 +263,9 @@ class ChunkWriter:
 
     def missing(self, leaf: LeafState) -> list[Region]:
         """Regions of the leaf that were never written."""
-        return leaf.missing(self._half_written.boxes(leaf))
+        boxes = self._half_written.boxes(leaf)  # before the parts: a box that is spilled meanwhile is seen twice
+        with leaf.lock:
+            return leaf.missing(boxes)
 
     def settle(self, leaf: LeafState) -> None:
         """Assemble every chunk of the leaf that has parts, one at a time. The leaf must be covered."""
@@ -271,8 +284,9 @@ class ChunkWriter:
                 clipped = whole[tuple(slice(0, n) for n in leaf.region_of(chunk).shape)] if whole.ndim else whole
                 self.append(leaf, chunk, parts[-1].sequence, clipped)
                 leaf.parts.pop(chunk, None)
-                for part in parts[-1:]:  # the newest is as old as the whole and so was not buried by it
-                    self._bury(part.place, part.crc32c)
+                for part in parts:
+                    if part.sequence == parts[-1].sequence:  # as old as the whole, which so did not bury it
+                        self._bury(part.place, part.crc32c)
 
     def _read_chunk(self, leaf: LeafState, place: Place) -> Array:
         data = self._reading.read(self.files[place.file], place.offset, place.length)

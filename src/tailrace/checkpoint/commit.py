@@ -6,7 +6,7 @@ import itertools
 import os
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,13 +22,16 @@ from tailrace.checkpoint.leaves import LeafState
 from tailrace.errors import CorruptionError
 from tailrace.flow.regions import Shape
 from tailrace.format import manifest, ocdbt, orbax, structure, zarr
-from tailrace.format.keys import KeyPath
+from tailrace.format.keys import KeyPath, disk_name
 from tailrace.format.manifest import DataFileInfo, DeadRange, SmallFile
 from tailrace.format.ocdbt import DataFile, Entry, Indirect
 from tailrace.storage.posix import fsync_dir, storage_errors, write_durably
 from tailrace.storage.reading import OpenFiles
 
-MAX_INLINE_BYTES = 1024
+SMALL_FILES = (  # all that a commit may write beside data files
+    *(orbax.METADATA, orbax.CHECKPOINT_METADATA, orbax.SHARDING, orbax.ARRAY_METADATAS, orbax.STRINGS),
+    *("manifest.ocdbt", manifest.FILE_NAME),
+)
 _READ_BYTES = 1 << 20
 
 
@@ -36,7 +39,8 @@ _READ_BYTES = 1 << 20
 class Contents:
     """All that a commit puts into files. `files` are the data files that chunks count, by relative path.
 
-    `dead` maps a file to ranges (offset, length, crc32c) known to be dead; `trusted` are the files written by this
+    `dead` maps a file to ranges (offset, length, crc32c) known to be dead, or to hold chunks without a checksum of
+    their own; `trusted` are the files written by this
     very writer, in which everything else between chunks is padding.
     """
 
@@ -50,21 +54,21 @@ class Contents:
     trusted: set[str]
 
 
-def write_files(root: Path, contents: Contents, *, version: str) -> None:
+def write_files(root: Path, contents: Contents, *, version: str) -> list[str]:
     """Write and sync every file but the data files, and compare the index, read back, with what it should say.
 
-    Afterwards the directory is a complete checkpoint but for `commit_success.txt`. Raises CorruptionError when the
-    index does not read back as it was meant, StorageError when the file system refuses.
+    Afterwards the directory is a complete checkpoint but for `commit_success.txt` and the data files returned, which
+    no chunk is in. Raises CorruptionError when the index does not read back as it was meant, StorageError when the
+    file system refuses.
     """
-    with storage_errors(f"writing the index of {root}"):
-        index_file, index_bytes = _write_index(root, contents)
-        fsync_dir(root / "d")
-        _compare_index(root, contents)
     tree = structure.assemble(contents.structures, _paths(contents))
     records = [orbax.ArrayRecord(leaf.path, leaf.shape, leaf.chunk_shape, leaf.kind) for leaf in contents.leaves]
     small = orbax.render(tree, records, contents.texts, custom_metadata=contents.custom_metadata, now_ns=time.time_ns())
-    data_files = _data_files(root, contents)
-    data_files[index_file] = DataFileInfo(index_bytes)
+    with storage_errors(f"writing the index of {root}"):
+        index_file, described = _write_index(root, contents)
+    with storage_errors(f"reading the data files of {root}"):
+        data_files, unused = _data_files(root, contents)
+    data_files[index_file] = described
     listed = {name: SmallFile(len(data), crc32c(data)) for name, data in small.items()}
     listed["manifest.ocdbt"] = _small_file((root / "manifest.ocdbt").read_bytes())
     listed[publish.SUCCESS] = _small_file(publish.SUCCESS_TEXT)
@@ -74,7 +78,8 @@ def write_files(root: Path, contents: Contents, *, version: str) -> None:
             writer={"name": "tailrace", "version": version},
             files=dict(sorted(listed.items())),
             data_files=dict(sorted(data_files.items())),
-            structure=None if structure.is_plain(tree) else msgspec.to_builtins(tree),
+            structure=msgspec.Raw(structure.encode(tree)),
+            texts={disk_name(path): text for path, text in contents.texts.items()},
             kinds={leaf.name: leaf.kind for leaf in contents.leaves if leaf.kind != "array"},
             custom_metadata=contents.custom_metadata,
             source=contents.fingerprint,
@@ -86,8 +91,9 @@ def write_files(root: Path, contents: Contents, *, version: str) -> None:
             if path.parent != root:
                 path.parent.mkdir(exist_ok=True)
             write_durably(path, data)
-        for directory in {(root / name).parent for name in small}:
+        for directory in {(root / name).parent for name in [*small, *data_files]}:
             fsync_dir(directory)
+    return unused
 
 
 def _paths(contents: Contents) -> Iterator[KeyPath]:
@@ -102,9 +108,20 @@ def _small_file(data: bytes) -> SmallFile:
 # The index
 
 
-def _write_index(root: Path, contents: Contents) -> tuple[str, int]:
-    """Write the B+tree and manifest.ocdbt; the index file's relative path and length."""
+def _write_index(root: Path, contents: Contents) -> tuple[str, DataFileInfo]:
+    """Write the B+tree and manifest.ocdbt and read them back; the index file's relative path and description."""
     relative = f"d/{uuid.uuid4().hex}"
+    try:
+        described = _write_nodes(root, relative, contents)
+        fsync_dir(root / "d")
+        _compare_index(root, contents)
+    except BaseException:
+        (root / relative).unlink(missing_ok=True)  # the writer may go on, and commit again
+        raise
+    return relative, described
+
+
+def _write_nodes(root: Path, relative: str, contents: Contents) -> DataFileInfo:
     file = DataFile(b"", relative.encode())
     with (root / relative).open("xb") as nodes:
 
@@ -113,22 +130,13 @@ def _write_index(root: Path, contents: Contents) -> tuple[str, int]:
             nodes.write(node)
             return offset
 
-        tree = ocdbt.write_tree(_stored(_entries(contents), append, file), append, file)
+        tree = ocdbt.write_tree(_entries(contents), append, file)
         nodes.flush()
         os.fsync(nodes.fileno())
         length = nodes.tell()
     encoded = ocdbt.encode_manifest(tree, uuid=uuid.uuid4().bytes, commit_time_ns=time.time_ns())
     write_durably(root / "manifest.ocdbt", encoded)
-    return relative, length
-
-
-def _stored(entries: Iterable[Entry], append: Any, file: DataFile) -> Iterator[Entry]:
-    """Entries whose long inline values, such as the metadata of an array of 32 dimensions, are put beside the nodes."""
-    for key, value in entries:
-        if isinstance(value, bytes) and len(value) > MAX_INLINE_BYTES:
-            yield key, Indirect(file, append(value), len(value))
-        else:
-            yield key, value
+    return DataFileInfo(length)
 
 
 def _entries(contents: Contents) -> Iterator[Entry]:
@@ -177,14 +185,10 @@ def _compare_index(root: Path, contents: Contents) -> None:
     try:
         index = DatabaseIndex(files)
         for wanted, found in itertools.zip_longest(_entries(contents), index.entries()):
-            if wanted == found:
-                continue
-            long = wanted is not None and found is not None and wanted[0] == found[0] and isinstance(wanted[1], bytes)
-            if not long or index.read(wanted[0]) != wanted[1]:
+            if wanted != found:
                 raise CorruptionError(
-                    f"the index of {root} does not read back as it was written: {found!r} is where {wanted!r} should "
-                    "be. "
-                    f"Nothing was published."
+                    f"the index of {root} does not read back as it was written: it has {found!r} "
+                    f"where {wanted!r} should be. Nothing was published."
                 )
     finally:
         files.close()
@@ -193,34 +197,52 @@ def _compare_index(root: Path, contents: Contents) -> None:
 # Data files
 
 
-def _data_files(root: Path, contents: Contents) -> dict[str, DataFileInfo]:
-    """Length and dead ranges of every data file that a chunk is in; files without one are deleted."""
+def _data_files(root: Path, contents: Contents) -> tuple[dict[str, DataFileInfo], list[str]]:
+    """Every data file that a chunk is in, described, and the files that none is in."""
     unknown = {number for number, relative in enumerate(contents.files) if relative not in contents.trusted}
     used: dict[int, list[tuple[int, int]]] = {number: [] for number in unknown}
+    bare: dict[int, set[tuple[int, int]]] = {}  # chunks that end in no crc32c of their own
     live = set()
-    for place in (place for leaf in contents.leaves for place in leaf.chunks.places()):
-        live.add(place.file)
-        if place.file in unknown:
-            used[place.file].append((place.offset, place.length))
+    for leaf in contents.leaves:
+        protected = leaf.metadata is None or zarr.parse(leaf.metadata, 3).crc_protected
+        for place in leaf.chunks.places():
+            live.add(place.file)
+            if place.file in unknown:
+                used[place.file].append((place.offset, place.length))
+            if not protected:
+                bare.setdefault(place.file, set()).add((place.offset, place.length))
     described = {}
     for number, relative in enumerate(contents.files):
         path = root / relative
         if number not in live:
-            path.unlink(missing_ok=True)
             continue
         length = path.stat().st_size
         known = contents.dead.get(number, [])
         dead = [DeadRange(*entry) for entry in known]
+        dead += _checksums(path, sorted(bare.get(number, set()) - {entry[:2] for entry in known}))
         if number in unknown:
             dead += _dead_gaps(path, sorted(used[number] + [entry[:2] for entry in known]), length)
         described[relative] = DataFileInfo(length, sorted(dead))
-    return described
+    return described, [relative for number, relative in enumerate(contents.files) if number not in live]
+
+
+def _checksums(path: Path, ranges: list[tuple[int, int]]) -> Iterator[DeadRange]:
+    if not ranges:
+        return
+    with path.open("rb") as file:
+        for offset, length in ranges:
+            file.seek(offset)
+            checksum, left = 0, length
+            while left and (block := file.read(min(_READ_BYTES, left))):
+                checksum, left = crc32c(block, checksum), left - len(block)
+            yield DeadRange(offset, length, checksum)
 
 
 def _dead_gaps(path: Path, used: list[tuple[int, int]], length: int) -> Iterator[DeadRange]:
     """What lies between used ranges and is not zero: left by writers that died before they could note it."""
     at = 0
     with path.open("rb") as file:
+        os.fsync(file.fileno())  # what a dead writer appended last may not be on the disk; its checksum is to stay true
         for start, nbytes in [*used, (length, 0)]:
             if start > at:
                 file.seek(at)

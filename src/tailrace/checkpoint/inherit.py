@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-from pathlib import Path
 
 import numpy as np
 
@@ -35,10 +34,11 @@ def inherit(transaction: Transaction, parent: Checkpoint) -> None:
         )
     sequence = transaction.ledger.enter()
     try:
-        files = _Files(parent.path, transaction)
+        transaction.ledger.add(journal.Inherit(sequence, str(parent.path), complete=False))
+        files = _Files(parent, transaction)
         for path in parent.paths():
             if path in parent.texts:
-                transaction.registry.add_text(path, parent.texts[path], sequence)
+                transaction.registry.add_text(path, parent.texts[path])
             else:
                 _inherit_leaf(transaction, parent, parent.leaf(path), files, sequence)
         files.sync()
@@ -48,6 +48,7 @@ def inherit(transaction: Transaction, parent: Checkpoint) -> None:
         transaction.set_structure((), parent.root)
     if parent.metadata:
         transaction.set_metadata(parent.metadata)
+    transaction.ledger.add(journal.Inherit(sequence, str(parent.path), complete=True))
     transaction.flush()
 
 
@@ -60,7 +61,7 @@ def _inherit_leaf(transaction: Transaction, parent: Checkpoint, leaf: Leaf, file
             "with tailrace."
         )
     compression = "zstd" if any(codec.name == "zstd" for codec in meta.codecs) else None
-    state = transaction.registry.inherit(leaf.path, meta, data, leaf.kind, compression, sequence)
+    state = transaction.registry.inherit(leaf.path, meta, data, leaf.kind, compression)
     for number, index in enumerate(itertools.product(*map(range, grid_shape(meta.shape, meta.chunk_shape)))):
         value = parent.index.get(meta.chunk_key(leaf.name, index).encode())
         if value is None:
@@ -81,14 +82,14 @@ def _inherit_leaf(transaction: Transaction, parent: Checkpoint, leaf: Leaf, file
 class _Files:
     """The parent's data files, linked into the transaction when first needed."""
 
-    def __init__(self, parent: Path, transaction: Transaction) -> None:
+    def __init__(self, parent: Checkpoint, transaction: Transaction) -> None:
         self._parent, self._transaction = parent, transaction
         self._linked: dict[str, int] = {}
 
     def number(self, relative: str) -> int:
         number = self._linked.get(relative)
         if number is None:
-            source, target = self._parent / relative, self._transaction.root / relative
+            source, target = self._parent.path / relative, self._transaction.root / relative
             with storage_errors(f"linking {source}"):
                 make_dirs(target.parent)
                 how = link_or_copy(source, target)
@@ -99,6 +100,9 @@ class _Files:
                     target.stat().st_size,
                 )
             number = self._linked[relative] = self._transaction.chunks.number_of(relative, inherited=True)
+            if self._parent.manifest is not None:  # so that what the parent vouches for stays vouched for
+                dead = self._parent.manifest.data_files[relative].dead
+                self._transaction.chunks.dead[number] = [(gap.offset, gap.length, gap.crc32c) for gap in dead]
         return number
 
     def sync(self) -> None:

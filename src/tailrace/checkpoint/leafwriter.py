@@ -71,7 +71,7 @@ class LeafWriter:
                 "it that shape, or one that "
                 f"numpy broadcasts to it."
             ) from None
-        if isinstance(value, bool | int | float | complex):  # as in numpy, a Python number takes the array's dtype
+        if type(value) in (bool, int, float, complex):  # as in numpy, a Python number takes the array's dtype
             array = np.broadcast_to(_exact_scalar(self.key, value, self.dtype), wanted)
         self.write(
             Region(selection.start, selection.shape),
@@ -80,7 +80,7 @@ class LeafWriter:
 
     def write(self, region: Region, value: Array | Source, *, progress: Callable[[int], None] | None = None) -> None:
         """Write a region from an array or a Source of the region's shape, in pieces within the budget."""
-        source = ArraySource(value) if isinstance(value, np.ndarray) else value
+        source = ArraySource(np.asarray(value)) if isinstance(value, np.ndarray | np.generic) else value
         if len(region.start) != len(self.shape) or any(
             start < 0 or extent < 0 or start + extent > whole
             for start, extent, whole in zip(region.start, region.shape, self.shape, strict=True)
@@ -108,6 +108,7 @@ class _Cast:
 
     def __init__(self, source: Source, dtype: np.dtype[Any]) -> None:
         self._source, self.dtype, self.shape = source, dtype, source.shape
+        self.scratch_itemsize = 0 if isinstance(source, ArraySource) else source.dtype.itemsize
 
     def read_into(self, region: Region, out: Array) -> None:
         if isinstance(self._source, ArraySource):
@@ -122,7 +123,8 @@ def fitted(key: str, source: Source, dtype: np.dtype[Any]) -> Source:
     """The source in the leaf's dtype. Raises DtypeError where that would change values."""
     if source.dtype == dtype:
         return source
-    if not np.can_cast(source.dtype, dtype, "safe"):
+    inexact = source.dtype.kind in "iu" and source.dtype.itemsize == 8 and dtype.kind in "fc"  # numpy calls it safe
+    if inexact or not np.can_cast(source.dtype, dtype, "safe"):
         raise DtypeError(
             f"leaf {key!r} has dtype {dtype.name}, the value {source.dtype.name}, and the cast would change values. "
             "Cast it yourself, as in "
@@ -133,11 +135,14 @@ def fitted(key: str, source: Source, dtype: np.dtype[Any]) -> Source:
 
 def _exact_scalar(key: str, value: Any, dtype: np.dtype[Any]) -> Array:
     """A Python number in the leaf's dtype, as numpy assigns it; DtypeError where it would lose its kind or range."""
+    inexact = dtype.kind in "fc" or "float" in dtype.name  # the kind of ml_dtypes' own is "V"
+    fits = dtype.kind == "c" or not isinstance(value, complex)
     try:
-        array = np.asarray(value).astype(dtype)
-        fits = dtype.kind not in "iub" or array == value
+        with np.errstate(all="ignore"):
+            array = np.asarray(value if fits else 0).astype(dtype)
+            kept = np.isfinite(complex(array)) or not np.isfinite(complex(value)) if inexact else int(array) == value
     except (OverflowError, TypeError):
-        fits = False
-    if not fits or (isinstance(value, complex) and dtype.kind != "c"):
+        kept = False
+    if not fits or not kept:
         raise DtypeError(f"leaf {key!r} has dtype {dtype.name}, which does not hold {value!r}.")
     return array

@@ -89,7 +89,7 @@ class LeafState:
 
     __slots__ = (
         *("chunk_shape", "chunks", "compression", "dtype", "grid", "kind", "lock", "metadata", "name", "number"),
-        *("parts", "path", "sequence", "shape"),
+        *("parts", "path", "sequence", "shape", "void"),
     )
 
     def __init__(
@@ -112,6 +112,7 @@ class LeafState:
         self.grid = grid_shape(shape, chunk_shape)
         self.chunks = ChunkTable(math.prod(self.grid))
         self.parts: dict[int, list[Part]] = {}
+        self.void = False  # deleted, or declared anew: nothing may be written any more
         self.lock = threading.Lock()
 
     @property
@@ -140,8 +141,9 @@ class LeafState:
         return chunk_region(self.chunk_index(chunk), self.shape, self.chunk_shape)
 
     def same_declaration(self, shape: Shape, dtype: np.dtype[Any], chunk_shape: Shape, compression: str | None) -> bool:
-        """Whether declaring the leaf so again changes nothing."""
-        return (self.shape, self.dtype, self.chunk_shape, self.compression) == (shape, dtype, chunk_shape, compression)
+        """Whether declaring the leaf so again changes nothing. One that others encoded is always declared anew."""
+        same = (self.shape, self.dtype, self.chunk_shape, self.compression) == (shape, dtype, chunk_shape, compression)
+        return same and self.metadata is None
 
     def missing(self, boxes: dict[int, list[Region]] | None = None) -> list[Region]:
         """Regions never written. `boxes` are boxes inside chunks that are held in memory."""

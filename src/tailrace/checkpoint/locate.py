@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from crc32c import crc32c
 
+from tailrace.checkpoint import publish
 from tailrace.checkpoint.index import MANIFEST, DatabaseIndex, FileIndex, Index
 from tailrace.errors import CorruptionError, FormatError, NotACheckpointError, StorageError
 from tailrace.format import manifest, orbax, structure
@@ -38,9 +39,9 @@ class Contents:
 def locate(path: str | os.PathLike[str]) -> Path:
     """The directory that holds the checkpoint's `_METADATA`: `path` itself or its only item.
 
-    Raises NotACheckpointError that says what was found.
+    A commit that was killed after its seal is finished first. Raises NotACheckpointError that says what was found.
     """
-    root = location.resolve(path)
+    root = _finished(location.resolve(path))
     if not root.is_dir():
         raise _absent(root)
     if (root / orbax.METADATA).is_file():
@@ -66,40 +67,73 @@ def locate(path: str | os.PathLike[str]) -> Path:
     raise NotACheckpointError(f"{root} is not a checkpoint: there is no {orbax.METADATA}; {shown}.{_pending(root)}")
 
 
+def _finished(root: Path) -> Path:
+    """Where to read what is, or was meant to be, at `root`."""
+    if root.is_dir() and not (root / publish.REPLACED_MARKER).exists():
+        return root
+    try:
+        publish.recover(root)
+    except StorageError:  # a place where we may only read: the old checkpoint, put aside, is still whole
+        aside = location.replaced_path(root)
+        if not root.is_dir() and aside.is_dir():
+            return aside
+    return root
+
+
 def read_contents(files: OpenFiles) -> Contents:
     """What the small files of a checkpoint say. Raises FormatError, naming the file, for what is damaged."""
     data = files.read_whole(manifest.FILE_NAME)
-    try:
-        own = manifest.decode(data) if data is not None else None
-        parsed = orbax.parse(lambda name: _read_small(files, own, name))
-        names: dict[KeyPath, str] = dict(parsed.arrays)
-        root, texts, kinds, custom = parsed.root, parsed.texts, parsed.kinds, parsed.custom_metadata
-        if own is not None:
-            custom = own.custom_metadata
-            if own.structure is not None:
-                root = structure.decode(msgspec.json.encode(own.structure))
-                names, texts = _with_paths_of(root, names, texts)
-            by_name = {name: path for path, name in names.items()} if own.kinds else {}
-            kinds = {by_name[name]: kind for name, kind in own.kinds.items() if name in by_name}
-        if parsed.use_ocdbt:
-            _read_small(files, own, MANIFEST)
-    except FormatError as error:
-        raise type(error)(f"{files.root}: {error}") from error
-    if parsed.use_ocdbt:
-        index: Index = DatabaseIndex(files)
-    else:
-        index = FileIndex(files)
+    return _foreign_contents(files) if data is None else _own_contents(files, data)
+
+
+def _own_contents(files: OpenFiles, data: bytes) -> Contents:
+    """What tailrace.json says; the other small files only repeat it, for Orbax, and are checked."""
+    with _naming(files):
+        own = manifest.decode(data)
+        for name, expected in own.files.items():
+            small = files.read_whole(name)
+            if small is None:
+                raise CorruptionError(f"{name} is missing, {manifest.FILE_NAME} names it.")
+            check_small(name, small, expected)
+        root = structure.decode(bytes(own.structure))
+    names: dict[KeyPath, str] = {}
+    texts: dict[KeyPath, str] = {}
+    kinds: dict[KeyPath, str] = {}
+    for path in structure.leaf_paths(root):
+        name = disk_name(path)
+        text = own.texts.get(name)
+        if text is not None:
+            texts[path] = text
+            continue
+        names[path] = name
+        if name in own.kinds:
+            kinds[path] = own.kinds[name]
+    return Contents(DatabaseIndex(files), own, root, names, texts, kinds, own.custom_metadata, 3, in_database=True)
+
+
+def _foreign_contents(files: OpenFiles) -> Contents:
+    with _naming(files):
+        parsed = orbax.parse(lambda name: _read_small(files, name))
     return Contents(
-        index=index,
-        manifest=own,
-        root=root,
-        names=names,
-        texts=texts,
-        kinds=kinds,
-        custom_metadata=custom,
+        index=DatabaseIndex(files) if parsed.use_ocdbt else FileIndex(files),
+        manifest=None,
+        root=parsed.root,
+        names=dict(parsed.arrays),
+        texts=parsed.texts,
+        kinds=parsed.kinds,
+        custom_metadata=parsed.custom_metadata,
         zarr_format=3 if parsed.use_zarr3 else 2,
         in_database=parsed.use_ocdbt,
     )
+
+
+@contextmanager
+def _naming(files: OpenFiles) -> Iterator[None]:
+    """Put the checkpoint's path before what is wrong with one of its files."""
+    try:
+        yield
+    except FormatError as error:
+        raise type(error)(f"{files.root}: {error}") from error
 
 
 def check_small(name: str, data: bytes, expected: manifest.SmallFile) -> None:
@@ -113,43 +147,16 @@ def check_small(name: str, data: bytes, expected: manifest.SmallFile) -> None:
         )
 
 
-def _read_small(files: OpenFiles, own: Manifest | None, name: str) -> bytes | None:
+def _read_small(files: OpenFiles, name: str) -> bytes | None:
     data = files.read_whole(name)
-    if data is None and own is None and name == orbax.CHECKPOINT_METADATA:
+    if data is None and name == orbax.CHECKPOINT_METADATA:
         return _of_step(files.root / "..")
-    expected = own.files.get(name) if own is not None else None
-    if expected is not None:
-        if data is None:
-            raise CorruptionError(f"{name} is missing, {manifest.FILE_NAME} names it.")
-        check_small(name, data, expected)
     return data
 
 
 def _of_step(step: Path) -> bytes | None:
     """Orbax keeps the metadata of an item in the step directory around it."""
     return OpenFiles(step).read_whole(orbax.CHECKPOINT_METADATA)
-
-
-def _with_paths_of(
-    root: structure.Node, names: dict[KeyPath, str], texts: dict[KeyPath, str]
-) -> tuple[dict[KeyPath, str], dict[KeyPath, str]]:
-    """Names and texts under the paths of the recorded structure, which also has int keys."""
-    arrays = set(names.values())
-    strings = {disk_name(path): text for path, text in texts.items()}
-    new_names: dict[KeyPath, str] = {}
-    new_texts: dict[KeyPath, str] = {}
-    for path in structure.leaf_paths(root):
-        name = disk_name(path)
-        if name in arrays:
-            new_names[path] = name
-        elif name in strings:
-            new_texts[path] = strings[name]
-        else:
-            raise CorruptionError(f"{manifest.FILE_NAME} has the leaf {name!r}, {orbax.METADATA} does not.")
-    if len(new_names) + len(new_texts) != len(arrays) + len(strings):
-        lost = sorted((arrays | strings.keys()) - {disk_name(path) for path in [*new_names, *new_texts]})
-        raise CorruptionError(f"{orbax.METADATA} has leaves that {manifest.FILE_NAME} does not: {_some(lost)}.")
-    return new_names, new_texts
 
 
 def _absent(root: Path) -> NotACheckpointError:
@@ -173,8 +180,3 @@ def _pending(root: Path) -> str:
         f" An unfinished transaction is beside it ({pending.name}): "
         f"run the program again, with Writer(resume=True), to go on with it."
     )
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    return ", ".join(map(repr, listed[:5])) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tailrace.checkpoint import publish
+from tailrace.checkpoint import commit, publish
 from tailrace.checkpoint.ledger import PREFIX
 from tailrace.errors import CheckpointExistsError, FormatError, PendingError, StorageError
 from tailrace.format import journal
 from tailrace.format.keys import KeyPath
 from tailrace.storage.location import pending_path
 from tailrace.storage.lock import Lock
-from tailrace.storage.posix import fsync_dir, make_dirs, remove_empty, remove_tree, storage_errors
+from tailrace.storage.posix import fsync_dir, fsync_file, holding, make_dirs, remove_empty, remove_tree, storage_errors
 
+_log = logging.getLogger("tailrace")
 WORK = publish.WORK
 ABORTED = ".work-aborted"
 
@@ -33,6 +35,7 @@ class Replayed:
     structures: list[tuple[KeyPath, bytes]] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
     fingerprint: dict[str, Any] | None = None
+    inherit: journal.Inherit | None = None
     sequence: int = 0
 
 
@@ -90,6 +93,10 @@ def refuse_target(final: Path, *, overwrite: bool) -> None:
         if blocker is not None and not blocker.is_dir():
             raise StorageError.wrap(NotADirectoryError(20, os.strerror(20)), f"creating {final}: {blocker} is a file")
         return
+    if final.is_symlink():
+        raise CheckpointExistsError(
+            f"{final} is a symbolic link to {final.readlink()}. Name that path, choose another, or remove the link."
+        )
     if not final.is_dir():
         raise CheckpointExistsError(f"{final} is a file. Choose another path, or move it away.")
     names = sorted(entry.name for entry in final.iterdir())
@@ -132,16 +139,18 @@ def discard(final: Path) -> bool:
 
 def erase(root: Path, lock: Lock) -> None:
     """Delete a pending directory that we hold. A kill on the way leaves one that the next writer finishes deleting."""
-    (root / WORK).rename(root / ABORTED)
-    fsync_dir(root)
-    lock.release()
-    remove_tree(root)
+    with storage_errors(f"deleting {root}"), holding(root):
+        (root / WORK).rename(root / ABORTED)
+        fsync_dir(root)
+        lock.release()
+        remove_tree(root, last=ABORTED)
 
 
 def _finish_abort(root: Path) -> None:
     if (root / ABORTED).is_dir():
-        with storage_errors(f"deleting the aborted transaction {root}"):
-            remove_tree(root)
+        with storage_errors(f"deleting the aborted transaction {root}"), holding(root):
+            if (root / ABORTED).is_dir():  # still, now that nobody else deletes it
+                remove_tree(root, last=ABORTED)
 
 
 def _refuse_foreign(root: Path) -> None:
@@ -154,8 +163,11 @@ def _refuse_foreign(root: Path) -> None:
             f"{', '.join(sorted(names)[:5])} and no {WORK}. "
             f"Move it away."
         )
-    for directory in (WORK, "d"):
-        (root / directory).mkdir(exist_ok=True)  # killed between its first two system calls
+    with storage_errors(f"completing {root}"):
+        for directory in {WORK, "d"} - names:  # killed between its first system calls
+            (root / directory).mkdir(exist_ok=True)
+        fsync_dir(root)
+        fsync_dir(root.parent)
 
 
 def _take_stock(root: Path, final: Path, *, resume: bool) -> Replayed | None:
@@ -174,13 +186,36 @@ def _take_stock(root: Path, final: Path, *, resume: bool) -> Replayed | None:
             f"or discard it with Writer({os.fspath(final)!r}, resume=True).abort()."
         )
     try:
-        replayed = replay([path.read_bytes() for path in journals])
+        with storage_errors(f"reading the journals of {root}"):
+            for path in journals:
+                fsync_file(path)  # a kill between a record and its sync leaves it readable, but not durable
+            replayed = replay([path.read_bytes() for path in journals])
     except FormatError as error:
         raise PendingError(f"{root}: {error} Move it away to start anew.") from error
-    for entry in [*root.glob("d/*"), *root.glob("ocdbt.process_*/d/*")]:
-        if entry.relative_to(root).as_posix() not in replayed.files:  # never acknowledged: no record will ever name it
-            entry.unlink()
+    with storage_errors(f"tidying {root}"):
+        _drop_lost(root, replayed)
+        _remove_unacknowledged(root, replayed.files)
     return replayed
+
+
+def _remove_unacknowledged(root: Path, files: set[str]) -> None:
+    """Delete data files that no record will ever name, and what a commit wrote that was killed before its seal."""
+    for entry in [*root.glob("d/*"), *root.glob("ocdbt.process_*/d/*")]:
+        if entry.relative_to(root).as_posix() not in files:
+            entry.unlink()
+    for directory in root.glob("ocdbt.process_*"):
+        remove_empty([directory, directory / "d"])
+    for name in commit.SMALL_FILES:
+        (root / name).unlink(missing_ok=True)
+
+
+def _drop_lost(root: Path, replayed: Replayed) -> None:
+    """Forget records of bytes that are not there: a writer that was taken over may have noted some as it ended."""
+    lengths = {file: (root / file).stat().st_size for file in replayed.files if (root / file).exists()}
+    there = [entry for entry in replayed.chunks if entry[2].offset + entry[2].length <= lengths.get(entry[1], 0)]
+    if len(there) < len(replayed.chunks):
+        _log.warning("%s: %d chunks are gone; they count as missing.", root, len(replayed.chunks) - len(there))
+        replayed.chunks = there
 
 
 def replay(journals: list[bytes]) -> Replayed:
@@ -189,7 +224,7 @@ def replay(journals: list[bytes]) -> Replayed:
     deleted: dict[KeyPath, int] = {}
     texts: dict[KeyPath, tuple[int, str]] = {}
     structures: list[tuple[int, KeyPath, bytes]] = []
-    newest_metadata = 0
+    newest_metadata = newest_fingerprint = 0
     for record in _records(journals):
         if isinstance(record, journal.Declare):
             known = state.declared.get(record.path)
@@ -207,8 +242,10 @@ def replay(journals: list[bytes]) -> Replayed:
             structures.append((record.sequence, record.prefix, record.node))
         elif isinstance(record, journal.Metadata) and record.sequence > newest_metadata:
             newest_metadata, state.metadata = record.sequence, record.value
-        elif isinstance(record, journal.Fingerprint):
-            state.fingerprint = record.value
+        elif isinstance(record, journal.Fingerprint) and record.sequence > newest_fingerprint:
+            newest_fingerprint, state.fingerprint = record.sequence, record.value
+        elif isinstance(record, journal.Inherit) and not (state.inherit and state.inherit.complete):
+            state.inherit = record
         state.sequence = max(state.sequence, getattr(record, "sequence", 0))
     state.declared = {path: leaf for path, leaf in state.declared.items() if leaf.sequence > deleted.get(path, 0)}
     state.texts = {path: value for path, (sequence, value) in texts.items() if sequence > deleted.get(path, 0)}

@@ -23,7 +23,11 @@ SMALL_BYTES = 256 << 10  # a leaf of up to this size is one chunk; smaller chunk
 
 
 class Registry:
-    """Every leaf and text by its name on disk. Thread-safe."""
+    """Every leaf and text by its name on disk. Thread-safe.
+
+    What changes them is numbered and recorded under one lock, so that a journal replayed says the same, and no chunk
+    is ever recorded before the leaf it belongs to.
+    """
 
     def __init__(self, ledger: Ledger, chunks: ChunkWriter, budget: MemoryBudget, compression: str | None) -> None:
         self.leaves: dict[str, LeafState] = {}
@@ -38,7 +42,6 @@ class Registry:
         path: KeyPath,
         shape: Shape,
         dtype: np.dtype[Any],
-        sequence: int,
         *,
         chunk_shape: Sequence[int] | None = None,
         stacked_axes: Sequence[int] = (),
@@ -55,18 +58,23 @@ class Registry:
             if known is not None:
                 if known.path != path and display(known.path) != display(path):
                     raise collision(name, known.path, path)
+                if chunk_shape is None and (known.shape, known.dtype) == (shape, dtype) and self._fits(known):
+                    chunks = known.chunk_shape  # chosen under another budget perhaps, and none is asked for
                 if known.kind == kind and known.same_declaration(shape, dtype, chunks, self._compression):
                     return known
-            self._forget(name, path, sequence - 1)
+            elif name in self.texts and display(self.texts[name][0]) != display(path):
+                raise collision(name, self.texts[name][0], path)
+            self._forget(name)
             self._occupy(path, name)
+            sequence = self._ledger.number()
             leaf = self._new(path, shape, dtype, chunks, self._compression, kind, sequence)
-        self._ledger.add(
-            journal.Declare(leaf.number, sequence, path, shape, dtype_name, chunks, self._compression, kind)
-        )
+            self._ledger.add(
+                journal.Declare(leaf.number, sequence, path, shape, dtype_name, chunks, self._compression, kind)
+            )
         return leaf
 
     def inherit(
-        self, path: KeyPath, meta: zarr.ArrayMetadata, data: bytes, kind: str, compression: str | None, sequence: int
+        self, path: KeyPath, meta: zarr.ArrayMetadata, data: bytes, kind: str, compression: str | None
     ) -> LeafState:
         """A leaf as another checkpoint stores it. `data` is its zarr.json, kept where it is not what we would write."""
         ours = zarr.render(meta.shape, meta.dtype, meta.chunk_shape, compression=compression)
@@ -74,26 +82,27 @@ class Registry:
         with self._lock:
             name = disk_name(path)
             self._occupy(path, name)
+            sequence = self._ledger.number()
             leaf = self._new(path, meta.shape, meta.dtype, meta.chunk_shape, compression, kind, sequence, kept)
-        self._declare_again(leaf)
+            self._declare_again(leaf)
         return leaf
 
-    def add_text(self, path: KeyPath, value: str, sequence: int) -> None:
+    def add_text(self, path: KeyPath, value: str) -> None:
         """Set a text, in place of whatever is at the key."""
         name = disk_name(path)
         with self._lock:
             other = self.texts.get(name) or ((self.leaves[name].path, "") if name in self.leaves else None)
             if other is not None and display(other[0]) != display(path):
                 raise collision(name, other[0], path)
-            self._forget(name, path, sequence - 1)
+            self._forget(name)
             self._occupy(path, name)
             self.texts[name] = path, value
-        self._ledger.add(journal.Text(sequence, path, value))
+            self._ledger.add(journal.Text(self._ledger.number(), path, value))
 
-    def delete(self, path: KeyPath, sequence: int) -> bool:
+    def delete(self, path: KeyPath) -> bool:
         """Drop the leaf or text at a key; whether there was one."""
         with self._lock:
-            return self._forget(disk_name(path), path, sequence)
+            return self._forget(disk_name(path))
 
     def load(self, replayed: Replayed) -> None:
         """Take over what earlier writers of the transaction made durable."""
@@ -115,6 +124,9 @@ class Registry:
         for path, text in replayed.texts.items():
             self.texts[disk_name(path)] = path, text
             self._occupy(path, disk_name(path))
+        self._chunks.untrusted |= replayed.files
+        for file in sorted(replayed.files):  # also those that no chunk is in any more: commit must know of them
+            self._chunks.number_of(file, inherited=file in replayed.inherited)
         for path, file, record in replayed.chunks:
             number = self._chunks.number_of(file, inherited=file in replayed.inherited)
             place = Place(number, record.offset, record.length, record.sequence)
@@ -123,6 +135,9 @@ class Registry:
             else:
                 part = Part(record.sequence, Region(record.start, record.shape), place, record.crc32c)
                 self._chunks.add_part(by_path[path], record.chunk, part)
+        for leaf in by_path.values():
+            if leaf.parts:
+                check_chunk_fits(leaf.key, leaf.chunk_bytes, self._budget, leaf.compression)
 
     def sorted(self) -> list[LeafState]:
         """All leaves in the order of their keys on disk."""
@@ -153,6 +168,9 @@ class Registry:
         chunks = tuple(min(c, max(1, n)) for c, n in zip(chunks, shape, strict=True))
         check_chunk_fits(display(path), math.prod(chunks) * dtype.itemsize, self._budget, self._compression)
         return chunks
+
+    def _fits(self, leaf: LeafState) -> bool:
+        return leaf.chunk_bytes <= self._budget.limit_bytes // chunk_share(leaf.compression)
 
     def _new(
         self,
@@ -199,15 +217,16 @@ class Registry:
     def _occupy(self, path: KeyPath, name: str) -> None:
         """Refuse a key that holds others or lies below a leaf; note what now holds it."""
         if name in self._containers:
-            raise KeyPathError(
-                f"key {display(path)!r} would be a leaf, but there are leaves below it already. Rename one of them."
-            )
+            if any(other.startswith(f"{name}.") for other in (*self.leaves, *self.texts)):
+                raise KeyPathError(
+                    f"key {display(path)!r} would be a leaf, but there are leaves below it already. Rename one of them."
+                )
+            # all of them were deleted
+            self._containers = {other for other in self._containers if not f"{other}.".startswith(f"{name}.")}
         at = len(name)
         for end in range(len(path) - 1, 0, -1):
             at -= len(str(path[end])) + 1
             above = name[:at]
-            if above in self._containers:
-                return
             if above in self.leaves or above in self.texts:
                 raise KeyPathError(
                     f"key {display(path)!r} would be below {display(path[:end])!r}, which is a leaf already. Rename "
@@ -215,11 +234,14 @@ class Registry:
                 )
             self._containers.add(above)
 
-    def _forget(self, name: str, path: KeyPath, sequence: int) -> bool:
-        leaf = self.leaves.pop(name, None)
+    def _forget(self, name: str) -> bool:
+        leaf, text = self.leaves.pop(name, None), self.texts.pop(name, None)
         if leaf is not None:
             self._chunks.bury(leaf)
-        if leaf is None and self.texts.pop(name, None) is None:
+            path = leaf.path
+        elif text is not None:
+            path = text[0]
+        else:
             return False
-        self._ledger.add(journal.Delete(sequence, path))
+        self._ledger.add(journal.Delete(self._ledger.number(), path))  # the path of then: ("a", 0) is also "a/0"
         return True

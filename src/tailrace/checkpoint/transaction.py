@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,7 +16,7 @@ import numpy as np
 from tailrace._version import __version__
 from tailrace.checkpoint import commit, pending, publish
 from tailrace.checkpoint.chunks import ChunkWriter, default_threads
-from tailrace.checkpoint.leafwriter import LeafWriter
+from tailrace.checkpoint.leafwriter import LeafWriter, fitted
 from tailrace.checkpoint.leaves import LeafState
 from tailrace.checkpoint.ledger import Ledger
 from tailrace.checkpoint.reader import Checkpoint
@@ -67,6 +67,8 @@ class Transaction:
     ) -> None:
         self.path = resolve(path)
         self.budget = MemoryBudget(memory_budget)
+        if threads is not None and threads < 1:
+            raise InputError(f"threads={threads}: at least 1 is needed, or None for as many as suit this machine.")
         if compression not in (None, "zstd"):
             raise InputError(f"compression={compression!r}: allowed are None and 'zstd'.")
         self._overwrite = overwrite
@@ -75,21 +77,24 @@ class Transaction:
         self._release = weakref.finalize(self, found.lock.release)  # a writer that is dropped lets go of its lock
         self.resumed = found.replayed is not None
         replayed = found.replayed or pending.Replayed()
-        try:
-            self.ledger = Ledger(found.root / publish.WORK, found.lock, first_sequence=replayed.sequence)
-            self.chunks = ChunkWriter(found.root, self.ledger, self.budget, threads=threads or default_threads())
-            self.registry = Registry(self.ledger, self.chunks, self.budget, compression)
-            self.registry.load(replayed)
-        except BaseException:
-            self._release()
-            raise
-        self._earlier_files = set(self.chunks.files)  # padding is known only of files this writer makes
-        self._structures = [(prefix, structure.decode(node)) for prefix, node in replayed.structures]
-        self._metadata = replayed.metadata
-        self.fingerprint = replayed.fingerprint
         self._closed: str | None = None  # why nothing more may be written
         self._failure: BaseException | None = None
         self._ending = threading.RLock()
+        with ExitStack() as undo:
+            undo.callback(self._discard if found.replayed is None else self._release)
+            self.ledger = Ledger(found.root / publish.WORK, found.lock, first_sequence=replayed.sequence)
+            undo.callback(self.ledger.close)
+            self.chunks = ChunkWriter(found.root, self.ledger, self.budget, threads=threads or default_threads())
+            undo.callback(self.chunks.close)
+            self.registry = Registry(self.ledger, self.chunks, self.budget, compression)
+            self.registry.load(replayed)
+            self._structures = [(prefix, structure.decode(node)) for prefix, node in replayed.structures]
+            self._metadata = replayed.metadata
+            self.fingerprint = replayed.fingerprint
+            self.inherited = replayed.inherit
+            undo.pop_all()  # all went well: nothing is undone
+        for close in (self.chunks.lanes.close, self.ledger.close):  # likewise its descriptors
+            weakref.finalize(self, close)
 
     # Leaves
 
@@ -108,14 +113,14 @@ class Transaction:
 
         Declaring it again in the same way returns it as it stands; another shape, dtype or chunk shape voids what was
         written to it. Without `chunk_shape` chunks have up to `chunk_bytes` (16 MiB unless given) and span 1 along
-        `stacked_axes`. Raises KeyPathError, LeafError, ShapeError or BudgetError before anything is written.
+        `stacked_axes`; those of a leaf that is there already stay. Raises KeyPathError, LeafError, ShapeError or
+        BudgetError before anything is written.
         """
-        with self._call() as sequence:
+        with self._call():
             leaf = self.registry.declare(
                 parse_key(key),
                 tuple(shape),
                 np.dtype(dtype),
-                sequence,
                 chunk_shape=chunk_shape,
                 stacked_axes=stacked_axes,
                 chunk_bytes=chunk_bytes,
@@ -125,6 +130,11 @@ class Transaction:
 
     def _write(self, leaf: LeafState, region: Region, source: Source, progress: Progress | None) -> None:
         with self._call() as sequence:
+            if leaf.void:
+                raise InputError(
+                    f"leaf {leaf.key!r} was deleted or declared in another way since: write to what declare returned "
+                    "last."
+                )
             self.chunks.write(leaf, region, source, sequence, progress)
 
     def write_source(
@@ -159,23 +169,25 @@ class Transaction:
             small: list[tuple[LeafState, Array]] = []
             large = []
             for path, given, kind in items:
-                array = given if given.dtype.isnative else given.astype(given.dtype.newbyteorder("="))
-                leaf = self.registry.declare(path, array.shape, array.dtype, sequence, kind=kind)
+                swap = not given.dtype.isnative and given.nbytes <= SMALL_BYTES  # large ones are swapped in pieces
+                array = given.astype(given.dtype.newbyteorder("=")) if swap else given
+                leaf = self.registry.declare(path, array.shape, array.dtype, kind=kind)
                 if leaf.chunk_shape == array.shape and array.nbytes <= SMALL_BYTES and leaf.compression is None:
                     small.append((leaf, array))
                     if len(small) == _BATCH_LEAVES:
                         self.chunks.append_small(small, sequence, progress)
                         small.clear()
                 elif array.size:
-                    large.append((leaf, Region.whole(array.shape), ArraySource(array), sequence))
+                    source = fitted(leaf.key, ArraySource(array), leaf.dtype)
+                    large.append((leaf, Region.whole(array.shape), source, sequence))
             self.chunks.append_small(small, sequence, progress)
             self.chunks.write_many(large, progress)
 
     def delete(self, key: Key) -> None:
         """Drop a leaf or text from the transaction. Raises MissingKeyError where there is none."""
         path = parse_key(key)
-        with self._call() as sequence:
-            if not self.registry.delete(path, sequence):
+        with self._call():
+            if not self.registry.delete(path):
                 raise MissingKeyError(f"no leaf {display(path)!r} has been declared.")
 
     def missing(self) -> dict[str, list[Region]]:
@@ -187,17 +199,16 @@ class Transaction:
 
     def keys(self) -> list[str]:
         """Keys of all leaves and texts so far, parts joined by "/"."""
-        paths = [leaf.path for leaf in self.registry.leaves.values()] + [
-            path for path, _ in self.registry.texts.values()
-        ]
+        paths = [leaf.path for leaf in list(self.registry.leaves.values())]
+        paths += [path for path, _ in list(self.registry.texts.values())]
         return sorted(map(display, paths))
 
     # What is not an array
 
     def set_text(self, key: Key, value: str) -> None:
         """Set a str leaf."""
-        with self._call() as sequence:
-            self.registry.add_text(parse_key(key), value, sequence)
+        with self._call():
+            self.registry.add_text(parse_key(key), value)
 
     def set_structure(self, prefix: KeyPath, node: structure.Node) -> None:
         """Say which containers the leaves below `prefix` hang in; `()` is the whole tree."""
@@ -217,8 +228,8 @@ class Transaction:
 
     def set_fingerprint(self, fingerprint: dict[str, Any]) -> None:
         """Record what the data is taken from, so that a resumed run can compare it."""
-        with self._call():
-            self.ledger.add(journal.Fingerprint(fingerprint))
+        with self._call() as sequence:
+            self.ledger.add(journal.Fingerprint(sequence, fingerprint))
             self.fingerprint = fingerprint
 
     # Ends
@@ -254,10 +265,8 @@ class Transaction:
                 self._closed = "committed"
 
     def _seal(self) -> None:
-        self._check_open()
-        self.ledger.wait_idle()
-        self._refuse_incomplete()
-        with self._call():
+        with self._alone():
+            self._refuse_incomplete()
             for leaf in self.registry.leaves.values():
                 self.chunks.settle(leaf)
             if self.chunks.unflushed_bytes > _WORTH_KEEPING_BYTES:
@@ -274,12 +283,12 @@ class Transaction:
                 fingerprint=self.fingerprint,
                 files=files,
                 dead=self.chunks.dead,
-                trusted=set(files) - self._earlier_files,
+                trusted=set(files) - self.chunks.untrusted - self.chunks.lanes.interrupted,
             )
-            commit.write_files(self.root, contents, version=__version__)
+            unused = commit.write_files(self.root, contents, version=__version__)
             self._owner.check()
-            publish.seal(self.root, overwrite=self._overwrite)
-        self._close("sealed")
+            publish.seal(self.root, publish.Seal(self._overwrite, unused))
+            self._release_memory("sealed")
 
     def _refuse_incomplete(self) -> None:
         self.chunks.spill()
@@ -300,9 +309,13 @@ class Transaction:
         with self._ending:
             if self._closed is None:
                 self._close("aborted")
-                pending.erase(self.root, self._owner)
-                self._release()
-                remove_empty(self._made_parents)
+                self._discard()
+
+    def _discard(self) -> None:
+        if self._owner.held:  # else it is another writer's by now
+            pending.erase(self.root, self._owner)
+        self._release()
+        remove_empty(self._made_parents)
 
     def close(self) -> None:
         """Leave the transaction as it was last flushed, to be resumed; where nothing was flushed, discard it."""
@@ -315,6 +328,10 @@ class Transaction:
                 self._release()
 
     def _close(self, why: str) -> None:
+        with self.ledger.alone():  # calls of other threads end first; those that wait find the writer closed
+            self._release_memory(why)
+
+    def _release_memory(self, why: str) -> None:
         self._closed = why
         self.chunks.close()
         self.ledger.close()
@@ -339,23 +356,35 @@ class Transaction:
     @contextmanager
     def _call(self) -> Iterator[int]:
         """One call that changes something: its sequence number. A failure to store closes the writer for good."""
-        self._check_open()
         sequence = self.ledger.enter()
         try:
-            yield sequence
-        except OSError as error:
-            self._failure = error
-            raise
+            with self._watched():
+                yield sequence
         finally:
             self.ledger.leave(sequence)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While no other call is at work."""
+        with self.ledger.alone(), self._watched():
+            yield
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        self._check_open()
+        try:
+            yield
+        except (OSError, KeyboardInterrupt) as error:  # an interrupt may have come in the middle of an append
+            self._failure = error
+            raise
 
     def _check_open(self) -> None:
         if self._closed is not None:
             raise WriterClosedError(f"the writer of {self.path} has {_PAST[self._closed]}; open a new one.")
         if self._failure is not None:
             raise WriterClosedError(
-                f"the writer of {self.path} failed: {self._failure} What was flushed is kept: open it again with "
-                "resume=True."
+                f"the writer of {self.path} failed: {str(self._failure) or 'interrupted'}. What was flushed is kept: "
+                "open it again with resume=True."
             ) from self._failure
 
     def __repr__(self) -> str:

@@ -37,6 +37,7 @@ def run(tasks: Iterable[T], work: Callable[[T], None], pool: ThreadPoolExecutor,
     iterator = iter(tasks)
     taking = threading.Lock()
     stop = threading.Event()
+    errors: list[BaseException] = []
 
     def worker() -> None:
         try:
@@ -47,7 +48,8 @@ def run(tasks: Iterable[T], work: Callable[[T], None], pool: ThreadPoolExecutor,
                     except StopIteration:
                         return
                 work(task)
-        except BaseException:
+        except BaseException as error:
+            errors.append(error)
             stop.set()
             raise
 
@@ -57,8 +59,8 @@ def run(tasks: Iterable[T], work: Callable[[T], None], pool: ThreadPoolExecutor,
     finally:
         stop.set()
         wait(running)
-    for future in running:
-        future.result()
+    if errors:  # the first: the others may come of it
+        raise errors[0]
 
 
 def padded_blocks(chunk: Array, chunk_shape: Shape) -> Iterator[Array]:

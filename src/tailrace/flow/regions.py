@@ -113,7 +113,7 @@ def _intervals(start: int, extent: int, chunk: int, step: int) -> Iterator[tuple
 def missing_regions(covered: list[Region], whole: Region) -> list[Region]:
     """What of `whole` no covered region touches, as disjoint boxes in C order of their starts."""
     left = [whole] if whole.size else []
-    for box in covered:
+    for box in sorted(covered, key=lambda region: region.start):  # from one corner: what is left stays in few boxes
         left = [part for region in left for part in _without(region, box)]
         if not left:
             break

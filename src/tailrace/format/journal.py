@@ -109,10 +109,19 @@ class Metadata(msgspec.Struct, frozen=True, array_like=True, tag="M", gc=False):
 class Fingerprint(msgspec.Struct, frozen=True, array_like=True, tag="I", gc=False):
     """What the data is taken from, so that a resumed run can tell that it is still the same."""
 
+    sequence: int
     value: dict[str, Any]
 
 
-Record = Declare | Delete | DataFile | Chunk | Partial | Text | Structure | Metadata | Fingerprint
+class Inherit(msgspec.Struct, frozen=True, array_like=True, tag="H", gc=False):
+    """Everything that the checkpoint `parent` holds is being taken over (fork), or, `complete`, has been."""
+
+    sequence: int
+    parent: str
+    complete: bool
+
+
+Record = Declare | Delete | DataFile | Chunk | Partial | Text | Structure | Metadata | Fingerprint | Inherit
 _decoder = msgspec.msgpack.Decoder(Record)
 _encoder = msgspec.msgpack.Encoder()
 

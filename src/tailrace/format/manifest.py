@@ -6,8 +6,10 @@ One JSON object whose last member is the crc32c of all bytes before it, in lower
      "data_files":{PATH:[LENGTH,[[OFFSET,LENGTH,CRC32C],...]],...},"crc32c":"89abcdef"}
 
 `files` lists every other small file. `data_files` lists every file whose bytes the OCDBT index points into, with its
-dead ranges: bytes that no index entry names, such as a chunk that was written twice. All that is neither named by the
-index nor dead is padding, and padding is zero. So each bit of a checkpoint is held by exactly one checksum or is zero.
+dead ranges: bytes that no index entry names, such as a chunk that was written twice. Listed with them are the few
+ranges that are named but do not end in a checksum of their own: chunks inherited from another writer's checkpoint.
+All that is neither named by the index nor listed is padding, and padding is zero. So each bit of a checkpoint is held
+by exactly one checksum or is zero.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class DataFileInfo(NamedTuple):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What tailrace.json says.
 
-    `structure` is the Node of format/structure, as plain JSON, or None where all containers are dicts with str keys.
+    `structure` is the Node of format/structure as JSON: every container, and the place of every leaf, in order.
+    `texts` are the str leaves by name on disk; every other leaf is an array.
     `kinds` maps a leaf's name on disk to what it is given back as, where that is not "array".
     `source` is the fingerprint of what was imported, if anything was.
     """
@@ -60,7 +63,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     writer: dict[str, str]
     files: dict[str, SmallFile]
     data_files: dict[str, DataFileInfo]
-    structure: Any = None
+    structure: msgspec.Raw
+    texts: dict[str, str] = {}
     kinds: dict[str, str] = {}
     custom_metadata: dict[str, Any] = {}
     source: dict[str, Any] | None = None

@@ -18,13 +18,14 @@ import struct
 import threading
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from crc32c import crc32c
 
+from tailrace.errors import StorageError
 from tailrace.storage.posix import fsync_dir, storage_errors
 
 BLOCK_BYTES = 4096  # what O_DIRECT asks of offsets, lengths and addresses; the largest in common use
@@ -48,6 +49,7 @@ class Lane:
         self._buffer: _Array = np.frombuffer(self._memory, np.uint8)
         self._bytes = memoryview(self._memory)
         self._filled = 0
+        self._broken: BaseException | None = None  # a failed fsync may have dropped pages, and the next not say so
 
     def _create(self) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
@@ -121,7 +123,8 @@ class Lane:
     def _write_out(self, nbytes: int) -> None:
         """Write the first `nbytes` of the buffer, which then starts anew."""
         start, at = self.offset - self._filled, 0
-        with storage_errors(f"writing data file {self.path}"):
+        self._refuse_broken()
+        with self._breaking(), storage_errors(f"writing data file {self.path}"):
             while at < nbytes:
                 try:
                     at += os.pwrite(self._descriptor, self._bytes[at:nbytes], start + at)
@@ -151,14 +154,27 @@ class Lane:
     def sync(self) -> None:
         """Make every byte appended so far durable.
 
-        Raises StorageError; the lane must not be used after that, since a failed fsync may have dropped pages and a
-        second one would not say so.
+        Raises StorageError, and from then on every time: a second fsync would not say that the first dropped pages.
         """
         if self.dirty:
+            self._refuse_broken()
             self.write_through()
-            with storage_errors(f"syncing data file {self.path}"):
+            with self._breaking(), storage_errors(f"syncing data file {self.path}"):
                 _sync_data(self._descriptor)
             self.dirty = False
+
+    @contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """Whatever is raised inside breaks the lane for good."""
+        try:
+            yield
+        except BaseException as error:
+            self._broken = error
+            raise
+
+    def _refuse_broken(self) -> None:
+        if self._broken is not None:
+            raise StorageError(errno.EIO, f"{self._broken}; nothing more is written to that file") from self._broken
 
     def close(self) -> None:
         """Release file and buffer without syncing."""
@@ -166,8 +182,9 @@ class Lane:
             os.close(self._descriptor)
             self._descriptor = -1
             self._buffer = np.empty(0, np.uint8)
-            self._bytes.release()
-            self._memory.close()
+            with suppress(BufferError):  # the traceback of a failed write may hold a view: then it goes with that
+                self._bytes.release()
+                self._memory.close()
 
 
 def _sync_data(descriptor: int) -> None:
@@ -186,6 +203,7 @@ class Lanes:
         self, root: Path, *, lanes: int, buffer_bytes: int, direct: bool = True, roll_bytes: int = ROLL_BYTES
     ) -> None:
         self.lengths: dict[str, int] = {}  # relative path -> length, of closed files
+        self.interrupted: set[str] = set()  # files in which an append failed half-way: not all between ranges is zero
         self._root, self._buffer_bytes, self._direct, self._roll_bytes = root, buffer_bytes, direct, roll_bytes
         self._idle: list[Lane] = []
         self._all: list[Lane] = []
@@ -202,22 +220,31 @@ class Lanes:
             lane = self._idle.pop() if self._idle else None
             if lane is None:
                 self._may_open -= 1
+        full = None
+        if lane is not None and lane.offset >= self._roll_bytes:
+            full, lane = lane, None
         try:
-            if lane is None or lane.offset >= self._roll_bytes:
-                lane = self._next(lane)
+            if lane is None:
+                lane = self._next(full)
             yield lane
+        except BaseException:
+            if lane is not None:  # it may end in half an append
+                self.interrupted.add(lane.relative)
+            raise
         finally:
             with self._changed:
                 if lane is None:
                     self._may_open += 1
                 else:
                     self._idle.append(lane)
-                self._changed.notify()
+                self._changed.notify_all()  # who waits for one certain lane must not swallow it
 
     def _next(self, full: Lane | None) -> Lane:
         if full is not None:
-            full.sync()
-            self._forget(full)
+            try:
+                full.sync()
+            finally:
+                self._forget(full)
         lane = Lane(self._root, self._buffer_bytes, direct=self._direct)
         with self._changed:
             self._all.append(lane)

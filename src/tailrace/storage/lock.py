@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -63,6 +64,7 @@ class Lock:
         except BaseException:
             os.close(self._descriptor)
             raise
+        self._pid = os.getpid()
         self._released = threading.Event()
         threading.Thread(target=self._beat, name="tailrace-heartbeat", daemon=True).start()
 
@@ -108,10 +110,16 @@ class Lock:
                 "gone."
             )
 
+    @property
+    def held(self) -> bool:
+        """Whether nobody took the transaction over."""
+        owner = read_owner(self._owner_path)
+        return owner is not None and owner.writer_id == self.writer_id
+
     def check(self) -> None:
         """Raise WriterClosedError when somebody took the transaction over."""
-        owner = read_owner(self._owner_path)
-        if owner is None or owner.writer_id != self.writer_id:
+        if not self.held:
+            owner = read_owner(self._owner_path)
             raise WriterClosedError(
                 f"{self._path.parent.parent} was taken over by {owner or 'another writer'}; this writer acknowledges "
                 "nothing more."
@@ -122,13 +130,19 @@ class Lock:
         if self._released.is_set():
             return
         self._released.set()
-        owner = read_owner(self._owner_path)
-        if owner is not None and owner.writer_id == self.writer_id:
+        if os.getpid() != self._pid:  # a forked child ends: the transaction is its parent's
+            os.close(self._descriptor)
+            return
+        if self.held:
             self._owner_path.unlink(missing_ok=True)
+        with suppress(OSError):  # explicitly: a child forked from this process may hold the same open file for long
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         os.close(self._descriptor)
 
     def _beat(self) -> None:
         while not self._released.wait(HEARTBEAT_SECONDS):
+            if not self.held:  # a new holder's heartbeat is its own
+                return
             try:
                 os.utime(self._owner_path)
             except OSError:  # gone with the directory, or taken over: `check` tells the writer

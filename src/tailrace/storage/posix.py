@@ -9,10 +9,10 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tailrace.errors import StorageError
+from tailrace.errors import StorageError, TailraceError
 
 _AT_FDCWD = -100
 _NOREPLACE, _EXCHANGE = 1, 2
@@ -24,7 +24,7 @@ def storage_errors(doing: str) -> Iterator[None]:
     """Turn OSError inside the block into StorageError that says what tailrace was doing."""
     try:
         yield
-    except StorageError:
+    except TailraceError:  # said already; some of ours are OSErrors too, as LockedError is
         raise
     except OSError as error:
         raise StorageError.wrap(error, doing) from error
@@ -38,6 +38,15 @@ def fsync_dir(path: str | Path) -> None:
     except OSError as error:
         if error.errno not in _UNSUPPORTED:  # some FUSE file systems have no fsync for directories
             raise
+    finally:
+        os.close(descriptor)
+
+
+def fsync_file(path: str | Path) -> None:
+    """Make the bytes of a file durable, whoever wrote them."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -112,14 +121,70 @@ def make_dirs(path: Path) -> list[Path]:
     return made
 
 
-def remove_tree(path: Path) -> None:
-    """Delete a directory of ours and everything in it; what is already gone is fine."""
+def remove_tree(path: Path, *, last: str = "") -> None:
+    """Delete a directory of ours and everything in it; what is already gone is fine.
 
-    def gone(_function: object, _path: object, info: tuple[object, BaseException, object]) -> None:
-        if not isinstance(info[1], FileNotFoundError):
-            raise info[1]
+    The entry named `last` goes when all others are gone, durably: it says what the directory is, should we be killed.
+    """
+    try:
+        with os.scandir(path) as found:
+            entries = list(found)
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        if entry.name != last:
+            _remove(entry)
+    marks = [entry for entry in entries if entry.name == last]
+    if marks:
+        fsync_dir(path)
+        _remove(marks[0])
+    with suppress(FileNotFoundError):
+        path.rmdir()
 
-    shutil.rmtree(path, onerror=gone)
+
+def _remove(entry: os.DirEntry[str]) -> None:
+    if entry.is_dir(follow_symlinks=False):
+        remove_tree(Path(entry.path))
+        return
+    with suppress(FileNotFoundError):
+        Path(entry.path).unlink()
+
+
+@contextmanager
+def holding(directory: Path) -> Iterator[None]:
+    """Work on a directory alone for the length of the block; wait for who does now.
+
+    The lock is on the directory itself, so it stays with it when it is renamed, and ends with the process. Where a
+    directory is not there, or cannot be locked (NFS), nobody waits.
+    """
+    descriptor = _locked(directory)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            with suppress(OSError):  # explicitly: a child forked meanwhile holds the same open file
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+
+def _locked(directory: Path) -> int | None:
+    while True:
+        try:
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(descriptor), os.lstat(directory)):
+                return descriptor
+        except FileNotFoundError:
+            pass
+        except OSError:
+            return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # while we waited, the name went to another directory
 
 
 def remove_empty(directories: list[Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from tailrace.checkpoint.inherit import inherit
 from tailrace.checkpoint.reader import open as open_checkpoint
@@ -46,7 +47,24 @@ def fork(
             if not _has_inherited(writer, parent.path):
                 inherit(writer, parent)
         except BaseException:
-            if writer.inherited is None or not writer.inherited.complete:
-                writer.abort() if not writer.resumed else writer.close()
+            writer.close() if writer.resumed else writer.abort()
             raise
     return writer
+
+
+def _has_inherited(writer: Writer, parent: Path) -> bool:
+    """Whether a resumed writer holds all of `parent` already; InputError where it began in another way."""
+    begun = writer.inherited
+    if begun is None:
+        if writer.keys():
+            raise InputError(
+                f"the unfinished transaction for {writer.path} did not begin as a fork: resume it with Writer, or "
+                "discard it with abort()."
+            )
+        return False
+    if begun.parent != str(parent):
+        raise InputError(
+            f"the unfinished transaction for {writer.path} is a fork of {begun.parent}, not of {parent}: resume it "
+            "with that, or discard it with Writer(..., resume=True).abort()."
+        )
+    return begun.complete  # a kill on the way leaves a part of it: it is done again
