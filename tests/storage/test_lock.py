@@ -177,18 +177,24 @@ def test_a_released_lock_leaves_no_file_descriptor_or_thread(work):
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 on fork beside threads
 def test_a_forked_child_that_ends_keeps_its_parents_lock(work):
     """A data loader's process runs finalizers, too."""
-    lock = Lock(work)
-    child = os.fork()
-    if child == 0:  # pragma: no cover
-        lock.release()
-        os._exit(0)
-    os.waitpid(child, 0)
-    lock.check()
-
-    with pytest.raises(LockedError):
-        Lock(work)
-
+    code = """
+import os, sys
+from pathlib import Path
+from tailrace.storage.lock import Lock
+lock = Lock(Path(sys.argv[1]))
+child = os.fork()
+if child == 0:
     lock.release()
+    os._exit(0)
+os.waitpid(child, 0)
+lock.check()
+try:
+    Lock(Path(sys.argv[1]))
+except BlockingIOError:
+    print("held")
+"""
+    done = subprocess.run([sys.executable, "-c", code, work], capture_output=True, text=True, check=True)
+
+    assert done.stdout == "held\n"
