@@ -7,6 +7,7 @@ import pytest
 
 from tailrace.checkpoint.transaction import Transaction
 from tailrace.errors import BudgetError, KeyPathError, LeafError, ShapeError
+from tailrace.flow.regions import Region
 
 MIB = 1 << 20
 
@@ -179,3 +180,29 @@ def test_big_endian_declarations_are_stored_native(writer, stored, tmp_path):
 
     assert stored(tmp_path / "x", "a").tolist() == [1, 2, 3]
     assert stored(tmp_path / "x", "b").tolist() == [4, 5]
+
+
+def test_numpys_numbers_and_texts_are_taken_as_pythons(writer):
+    """In shapes, chunk shapes, regions and keys; a journal holds neither."""
+    key = (np.str_("a"), 0)
+    leaf = writer.declare(key, shape=np.array([3, 4]), dtype="int8", chunk_shape=np.array([2, 2]))
+    leaf.write(Region((np.int64(1), np.int64(1)), (np.int64(1), np.int64(2))), np.ones((1, 2), "int8"))
+    writer.set_text((np.str_("t"),), "text")
+    writer.flush()
+    leaf[...] = 1
+    with writer.commit() as checkpoint:
+        assert checkpoint.paths() == [("a", 0), ("t",)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [(3, "int8"), ((2.5,), "int8"), (("3",), "int8"), ((3,), "bf16"), ((3,), 7)]
+)
+def test_what_describes_no_array_is_refused(writer, shape, dtype):
+    """With an error of ours, and the writer goes on."""
+    with pytest.raises(LeafError, match="'a': shape"):
+        writer.declare("a", shape=shape, dtype=dtype)
+    with pytest.raises(ShapeError, match="is no shape"):
+        writer.declare("a", shape=(3,), dtype="int8", chunk_shape=(1.5,))
+    writer.flush()
+
+    assert writer.keys() == []

@@ -89,7 +89,8 @@ class LeafWriter:
                 f"leaf {self.key!r}: region {region} reaches past shape {self.shape}. Declare the leaf with a larger "
                 "shape, or write within it."
             )
-        if source.shape != region.shape:
+        region = Region(tuple(map(int, region.start)), tuple(map(int, region.shape)))  # numpy's ints are not recorded
+        if tuple(source.shape) != region.shape:
             raise ShapeError(
                 f"leaf {self.key!r}: the value has shape {source.shape}, region {region} has {region.shape}."
             )

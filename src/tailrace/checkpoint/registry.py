@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +14,11 @@ from tailrace.checkpoint.chunks import ChunkWriter, check_chunk_fits, chunk_shar
 from tailrace.checkpoint.leaves import LeafState, Part, Place
 from tailrace.checkpoint.ledger import Ledger
 from tailrace.checkpoint.pending import Replayed
-from tailrace.errors import KeyPathError, ShapeError
+from tailrace.errors import KeyPathError, LeafError, ShapeError
 from tailrace.flow.budget import MemoryBudget
 from tailrace.flow.regions import Region, Shape
 from tailrace.format import journal, zarr
-from tailrace.format.keys import KeyPath, collision, disk_name, display
+from tailrace.format.keys import KeyPath, collision, disk_name, display, plain
 
 SMALL_BYTES = 256 << 10  # a leaf of up to this size is one chunk; smaller chunks would slow readers
 
@@ -40,8 +41,8 @@ class Registry:
     def declare(
         self,
         path: KeyPath,
-        shape: Shape,
-        dtype: np.dtype[Any],
+        shape: Sequence[int],
+        dtype: Any,
         *,
         chunk_shape: Sequence[int] | None = None,
         stacked_axes: Sequence[int] = (),
@@ -49,8 +50,15 @@ class Registry:
         kind: str = "array",
     ) -> LeafState:
         """The leaf so declared: as it stands if it was declared so before, else new and empty."""
+        path = plain(path)
         name = disk_name(path)
-        dtype = dtype.newbyteorder("=")
+        try:
+            shape = tuple(map(operator.index, shape))
+            dtype = np.dtype(dtype).newbyteorder("=")
+        except TypeError as error:
+            raise LeafError(
+                f"leaf {display(path)!r}: shape {shape!r} and dtype {dtype!r} describe no array: {error}."
+            ) from error
         dtype_name = zarr.dtype_name(dtype)
         chunks = self._chunk_shape(path, shape, dtype, chunk_shape, stacked_axes, chunk_bytes)
         with self._lock:
@@ -89,6 +97,7 @@ class Registry:
 
     def add_text(self, path: KeyPath, value: str) -> None:
         """Set a text, in place of whatever is at the key."""
+        path = plain(path)
         name = disk_name(path)
         with self._lock:
             other = self.texts.get(name) or ((self.leaves[name].path, "") if name in self.leaves else None)
@@ -159,7 +168,10 @@ class Registry:
                 return shape
             limit = self._budget.limit_bytes * 4 // chunk_share(self._compression)
             return zarr.choose_chunk_shape(shape, dtype, budget_bytes=limit, stacked_axes=stacked, target_bytes=nbytes)
-        chunks = tuple(int(extent) for extent in chunk_shape)
+        try:
+            chunks = tuple(map(operator.index, chunk_shape))
+        except TypeError as error:
+            raise ShapeError(f"leaf {display(path)!r}: chunk_shape {chunk_shape!r} is no shape: {error}.") from error
         if len(chunks) != len(shape) or any(extent < 1 for extent in chunks):
             raise ShapeError(
                 f"leaf {display(path)!r}: chunk_shape {chunks} does not fit shape {shape}: give one extent >= 1 for "

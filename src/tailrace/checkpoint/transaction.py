@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import msgspec
-import numpy as np
 
 from tailrace._version import __version__
 from tailrace.checkpoint import commit, pending, publish
@@ -119,8 +118,8 @@ class Transaction:
         with self._call():
             leaf = self.registry.declare(
                 parse_key(key),
-                tuple(shape),
-                np.dtype(dtype),
+                shape,
+                dtype,
                 chunk_shape=chunk_shape,
                 stacked_axes=stacked_axes,
                 chunk_bytes=chunk_bytes,

@@ -23,15 +23,28 @@ def parse_key(key: str | int | Iterable[str | int]) -> KeyPath:
     if isinstance(key, str):
         path: KeyPath = tuple(key.split("/"))
     elif isinstance(key, int) and not isinstance(key, bool):
-        path = (key,)
+        path = plain((key,))
     elif isinstance(key, Iterable):
-        path = tuple(key)
+        path = plain(tuple(key))
     else:
         raise KeyPathError(
             f"key {key!r}: a key is a str such as 'a/b' or a tuple of str and int, not {type(key).__name__}."
         )
     check_path(path)
     return path
+
+
+def plain(path: KeyPath) -> KeyPath:
+    """The same path of nothing but str and int themselves: their subclasses, such as numpy.str_, cannot be recorded."""
+    if all(type(part) is str or type(part) is int for part in path):
+        return path
+    return tuple(map(_plain, path))
+
+
+def _plain(part: str | int) -> str | int:
+    if isinstance(part, str):
+        return str.__str__(part)
+    return int(part) if isinstance(part, int) and not isinstance(part, bool) else part
 
 
 def check_path(path: KeyPath) -> None:
