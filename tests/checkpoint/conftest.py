@@ -1,5 +1,6 @@
 """What a checkpoint holds, as TensorStore reads it."""
 
+import gc
 import os
 
 import numpy as np
@@ -21,6 +22,8 @@ def stored():
 @pytest.fixture
 def same_files():
     """A check that a block opens and closes the same descriptors."""
+    gc.collect()  # what earlier tests dropped
     before = len(os.listdir("/proc/self/fd"))
     yield
+    gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
