@@ -76,7 +76,7 @@ def test_threads_that_write_disjoint_regions_of_the_same_chunks(tmp_path):
 
         in_threads(work, 8)
 
-    assert np.array_equal(tailrace.open(tmp_path / "model")["leaf"][...], expected)
+    assert np.array_equal(tailrace.load(tmp_path / "model")["leaf"], expected)
 
 
 def test_threads_that_write_more_half_written_chunks_than_fit(tmp_path):
@@ -91,7 +91,7 @@ def test_threads_that_write_more_half_written_chunks_than_fit(tmp_path):
 
         in_threads(work, 4)
 
-    assert np.array_equal(tailrace.open(tmp_path / "model")["leaf"][...], expected)
+    assert np.array_equal(tailrace.load(tmp_path / "model")["leaf"], expected)
 
 
 @pytest.mark.parametrize("chunk_shape", [(64, 64), (9, 50), (1, 64)])
@@ -118,7 +118,7 @@ def test_the_last_call_wins_across_threads(chunk_shape, tmp_path):
 
         in_threads(work, 2)
 
-    assert np.array_equal(tailrace.open(tmp_path / "model")["leaf"][...], expected)
+    assert np.array_equal(tailrace.load(tmp_path / "model")["leaf"], expected)
 
 
 def test_a_slow_call_does_not_hide_what_was_written_after_it_began_and_ended(tmp_path):
@@ -143,7 +143,7 @@ def test_a_slow_call_does_not_hide_what_was_written_after_it_began_and_ended(tmp
         go_on.set()
         slow.join()
 
-    assert tailrace.open(tmp_path / "model")["leaf"][...].tolist() == [2] * 10 + [1, 1] + [3] * 8
+    assert tailrace.load(tmp_path / "model")["leaf"].tolist() == [2] * 10 + [1, 1] + [3] * 8
 
 
 def test_commit_waits_for_calls_of_other_threads(tmp_path):
@@ -167,7 +167,7 @@ def test_commit_waits_for_calls_of_other_threads(tmp_path):
     writer.commit().close()
     slow.join()
 
-    assert tailrace.open(tmp_path / "model")["leaf"][...].tolist() == [2] * 10
+    assert tailrace.load(tmp_path / "model")["leaf"].tolist() == [2] * 10
 
 
 def test_threads_that_flush_while_others_declare(tmp_path):

@@ -152,8 +152,6 @@ def old(base: Path, scripts: SimpleNamespace) -> Path:
 
 KILLS = [
     pytest.param("write_new", PLAIN, False, id="new"),
-    pytest.param("write_new", FALLBACK, False, id="new-fallback"),
-    pytest.param("write_new", PLAIN, True, id="new-torn"),
     pytest.param("overwrite", PLAIN, False, id="overwrite"),
     pytest.param("overwrite", FALLBACK, False, id="overwrite-fallback"),
     pytest.param("resume", PLAIN, False, id="resume"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,36 +55,66 @@ def open_pending(final: Path, *, resume: bool, overwrite: bool, takeover: bool) 
 
     Raises CheckpointExistsError, PendingError, LockedError or StorageError; then nothing has changed.
     """
-    publish.recover(final)
-    refuse_target(final, overwrite=overwrite)
     root = pending_path(final)
-    if os.path.lexists(root):
+    while True:
+        publish.recover(final)
+        refuse_target(final, overwrite=overwrite)
         _finish_abort(root)
-    if not os.path.lexists(root):
-        with storage_errors(f"creating {root}"):
-            made = make_dirs(final.parent)
-            try:
-                root.mkdir(exist_ok=True)
-                for directory in (WORK, "d"):
-                    (root / directory).mkdir(exist_ok=True)
-                fsync_dir(root)
-                fsync_dir(final.parent)
-            except BaseException:
-                for directory in ("d", WORK, ""):
-                    (root / directory).rmdir() if (root / directory).is_dir() else None
-                remove_empty(made)
-                raise
-    else:
-        made = []
-        _refuse_foreign(root)
+        made: list[Path] = []
+        try:
+            if not os.path.lexists(root):
+                made = _make(root)
+            with _at_rest(root) as there:
+                if there:
+                    return Pending(root, *_take(root, final, resume=resume, takeover=takeover), made)
+        except BaseException:
+            remove_empty(made)
+            raise
+
+
+def _make(root: Path) -> list[Path]:
+    """An empty pending directory; the parents that were made for it."""
+    with storage_errors(f"creating {root}"):
+        made = make_dirs(root.parent)
+        try:
+            root.mkdir(exist_ok=True)
+        except BaseException:
+            remove_empty(made)
+            raise
+    return made
+
+
+def _complete(root: Path) -> None:
+    """What a pending directory always has; it is new, or its writer was killed between its first system calls."""
+    try:
+        for directory in (WORK, "d"):
+            (root / directory).mkdir(exist_ok=True)
+        fsync_dir(root)
+        fsync_dir(root.parent)
+    except BaseException:
+        with suppress(OSError):  # nothing is in them, or they stay
+            for directory in (WORK, "d", ""):
+                (root / directory).rmdir() if (root / directory).is_dir() else None
+        raise
+
+
+@contextmanager
+def _at_rest(root: Path) -> Iterator[bool]:
+    """Hold a pending directory while nobody publishes or deletes it; False where that has just been done."""
+    with holding(root) as there:
+        yield there and not (root / ABORTED).is_dir()
+
+
+def _take(root: Path, final: Path, *, resume: bool, takeover: bool) -> tuple[Lock, Replayed | None]:
+    _refuse_foreign(root)
     with storage_errors(f"locking {root}"):
+        _complete(root)
         lock = Lock(root / WORK, takeover=takeover)
     try:
-        replayed = _take_stock(root, final, resume=resume)
+        return lock, _take_stock(root, final, resume=resume)
     except BaseException:
         lock.release()
         raise
-    return Pending(root, lock, replayed, made)
 
 
 def refuse_target(final: Path, *, overwrite: bool) -> None:
@@ -96,6 +127,11 @@ def refuse_target(final: Path, *, overwrite: bool) -> None:
     if final.is_symlink():
         raise CheckpointExistsError(
             f"{final} is a symbolic link to {final.readlink()}. Name that path, choose another, or remove the link."
+        )
+    if final.is_symlink():
+        raise CheckpointExistsError(
+            f"{final} is a symbolic link to {final.readlink()}. It is not replaced: write to where it points, or to "
+            "another path and change the link."
         )
     if not final.is_dir():
         raise CheckpointExistsError(f"{final} is a file. Choose another path, or move it away.")
@@ -124,38 +160,49 @@ def discard(final: Path) -> bool:
 
     Raises LockedError while its writer lives, PendingError for a directory that is not a transaction's.
     """
-    publish.recover(final)
     root = pending_path(final)
-    if not os.path.lexists(root):
-        return False
+    publish.recover(final)
     _finish_abort(root)
-    if os.path.lexists(root):
+    with _at_rest(root) as there:
+        if not there:
+            return False
         _refuse_foreign(root)
         with storage_errors(f"discarding {root}"):
-            lock = Lock(root / WORK)
-            erase(root, lock)
+            _complete(root)
+            _erase(root, Lock(root / WORK))
     return True
 
 
 def erase(root: Path, lock: Lock) -> None:
     """Delete a pending directory that we hold. A kill on the way leaves one that the next writer finishes deleting."""
     with storage_errors(f"deleting {root}"), holding(root):
-        (root / WORK).rename(root / ABORTED)
-        fsync_dir(root)
-        lock.release()
-        remove_tree(root, last=ABORTED)
+        _erase(root, lock)
+
+
+def _erase(root: Path, lock: Lock) -> None:
+    (root / WORK).rename(root / ABORTED)
+    fsync_dir(root)
+    lock.release()
+    remove_tree(root, last=ABORTED)
 
 
 def _finish_abort(root: Path) -> None:
     if (root / ABORTED).is_dir():
-        with storage_errors(f"deleting the aborted transaction {root}"), holding(root):
-            if (root / ABORTED).is_dir():  # still, now that nobody else deletes it
+        with storage_errors(f"deleting the aborted transaction {root}"), holding(root) as there:
+            if there and (root / ABORTED).is_dir():  # still, now that nobody else deletes it
                 remove_tree(root, last=ABORTED)
 
 
 def _refuse_foreign(root: Path) -> None:
-    if not root.is_dir():
-        raise PendingError(f"{root} is in the way: it is a file, not a transaction of tailrace. Move it away.")
+    """Refuse what is no transaction, and a commit that is sealed: it is complete, and only waits for its name."""
+    if root.is_symlink() or not root.is_dir():
+        what = "a symbolic link" if root.is_symlink() else "a file"
+        raise PendingError(f"{root} is in the way: it is {what}, not a transaction of tailrace. Move it away.")
+    if publish.is_sealed(root):
+        raise PendingError(
+            f"{root} is a complete checkpoint that waits for its name: something else was there when it was committed. "
+            "Move that away and open or save the path again, or delete the waiting one."
+        )
     names = {entry.name for entry in root.iterdir()}
     if WORK not in names and names - {"d"}:
         raise PendingError(
@@ -163,11 +210,6 @@ def _refuse_foreign(root: Path) -> None:
             f"{', '.join(sorted(names)[:5])} and no {WORK}. "
             f"Move it away."
         )
-    with storage_errors(f"completing {root}"):
-        for directory in {WORK, "d"} - names:  # killed between its first system calls
-            (root / directory).mkdir(exist_ok=True)
-        fsync_dir(root)
-        fsync_dir(root.parent)
 
 
 def _take_stock(root: Path, final: Path, *, resume: bool) -> Replayed | None:

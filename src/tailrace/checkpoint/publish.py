@@ -66,11 +66,11 @@ def seal(root: Path, contents: Seal) -> None:
 
 
 def publish(root: Path, final: Path, *, release: Callable[[], None] = lambda: None) -> None:
-    """Steps 3 to 6, for a sealed pending directory; may be repeated after a kill or failure at any point."""
-    with storage_errors(f"committing {final}"), holding(root):
-        if os.path.lexists(root):
+    """Steps 3 to 6, for a sealed pending directory that we are `holding`; may be repeated after any failure."""
+    with storage_errors(f"committing {final}"):
+        if is_sealed(root) or _is_replaced(root):
             _roll_forward(root, final, release)
-        elif not is_checkpoint(final):  # else another process opened the path since the seal, and did it
+        elif not is_checkpoint(final):  # else another process opened the path since a failed attempt, and did it
             raise FileNotFoundError(errno.ENOENT, f"{root} is gone: somebody deleted it")
         _remove_replaced(final)
 
@@ -168,8 +168,8 @@ def recover(final: Path) -> bool:
     found = False
     with storage_errors(f"finishing the commit of {final}"):
         if _unfinished(root, final):
-            with holding(root):
-                if _unfinished(root, final):  # still, now that nobody else is at it
+            with holding(root) as there:
+                if there and _unfinished(root, final):  # still, now that nobody else is at it
                     _roll_forward(root, final)
             found = True
         return _remove_replaced(final) or found
@@ -180,8 +180,8 @@ def _remove_replaced(final: Path) -> bool:
     aside = replaced_path(final)
     if not (_is_put_aside(aside) and os.path.lexists(final)):
         return False
-    with holding(aside):
-        if _is_put_aside(aside):
+    with holding(aside) as there:
+        if there and _is_put_aside(aside):
             remove_tree(aside, last=REPLACED_MARKER)
     fsync_dir(final.parent)
     return True
@@ -201,14 +201,15 @@ def _is_empty(path: Path) -> bool:
 def _unfinished(root: Path, final: Path) -> bool:
     if _is_replaced(root):  # the swap is done, the old checkpoint still has the pending name
         return True
-    if not _sealed(root):
+    if not is_sealed(root):
         return False
     if not os.path.lexists(final) or _is_replaced(final):
         return True
     return (root / WORK / SEALED).exists() and _read_seal(root).overwrite and _may_replace(final)
 
 
-def _sealed(root: Path) -> bool:
+def is_sealed(root: Path) -> bool:
+    """Whether a pending directory holds a whole checkpoint, which only needs to be published."""
     if (root / WORK).is_dir():
         return (root / WORK / SEALED).exists()
     return (root / WORK_DONE).is_dir() or (root / SUCCESS).exists()

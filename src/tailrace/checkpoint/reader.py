@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from tailrace.checkpoint import publish
 from tailrace.checkpoint.index import Index
 from tailrace.checkpoint.leaf import Leaf
 from tailrace.checkpoint.locate import Contents, locate, read_contents
@@ -22,7 +20,6 @@ from tailrace.format import structure
 from tailrace.format.keys import KeyPath, display, parse_key
 from tailrace.format.manifest import Manifest
 from tailrace.storage.foreign import ForeignArray
-from tailrace.storage.location import resolve
 from tailrace.storage.reading import OpenFiles
 
 if TYPE_CHECKING:
@@ -39,10 +36,7 @@ def open(path: str | Path, *, memory_budget: int | str = DEFAULT_BUDGET) -> Chec
     file, where metadata is damaged.
     """
     budget = MemoryBudget(memory_budget)
-    resolved = resolve(path)
-    if not os.path.lexists(resolved) and os.access(resolved.parent, os.W_OK):
-        publish.recover(resolved)  # a commit that was killed between seal and name is finished by who comes next
-    root = locate(resolved)
+    root = locate(path)
     files = OpenFiles(root)
     try:
         return Checkpoint(files, read_contents(files), budget)

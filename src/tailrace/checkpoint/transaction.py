@@ -28,7 +28,7 @@ from tailrace.flow.sources import Array, ArraySource, Source
 from tailrace.format import journal, structure
 from tailrace.format.keys import KeyPath, display, parse_key
 from tailrace.storage.location import resolve
-from tailrace.storage.posix import remove_empty
+from tailrace.storage.posix import holding, remove_empty
 
 Key = str | int | KeyPath
 Progress = Callable[[int], None]
@@ -256,14 +256,16 @@ class Transaction:
 
     def finish(self) -> None:
         """`commit` without opening what was committed."""
-        with self._ending:
-            if self._closed not in ("sealed", "committed"):
-                self._seal()
+        with self._ending, ExitStack() as held:
+            if self._closed == "sealed":  # and an earlier call could not publish it
+                held.enter_context(holding(self.root))
+            elif self._closed != "committed":
+                self._seal(held)
             if self._closed == "sealed":
                 publish.publish(self.root, self.path, release=self._release)
                 self._closed = "committed"
 
-    def _seal(self) -> None:
+    def _seal(self, held: ExitStack) -> None:
         with self._alone():
             self._refuse_incomplete()
             for leaf in self.registry.leaves.values():
@@ -285,6 +287,7 @@ class Transaction:
                 trusted=set(files) - self.chunks.untrusted - self.chunks.lanes.interrupted,
             )
             unused = commit.write_files(self.root, contents, version=__version__)
+            held.enter_context(holding(self.root))  # else who finds it sealed would publish it before us
             self._owner.check()
             publish.seal(self.root, publish.Seal(self._overwrite, unused))
             self._release_memory("sealed")
@@ -393,5 +396,4 @@ class Transaction:
 
 _PAST = {"sealed": "been sealed", "committed": "committed", "aborted": "been aborted", "closed": "been closed"}
 _WORTH_KEEPING_BYTES = 64 << 20
-
 _BATCH_LEAVES = 256

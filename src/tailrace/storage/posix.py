@@ -151,28 +151,32 @@ def _remove(entry: os.DirEntry[str]) -> None:
 
 
 @contextmanager
-def holding(directory: Path) -> Iterator[None]:
+def holding(directory: Path) -> Iterator[bool]:
     """Work on a directory alone for the length of the block; wait for who does now.
 
+    False where there is no such directory, or none any more: then nothing is held, whatever appears there meanwhile.
     The lock is on the directory itself, so it stays with it when it is renamed, and ends with the process. Where a
-    directory is not there, or cannot be locked (NFS), nobody waits.
+    directory cannot be locked (NFS), nobody waits.
     """
     descriptor = _locked(directory)
     try:
-        yield
+        yield descriptor is not None
     finally:
-        if descriptor is not None:
+        if descriptor is not None and descriptor >= 0:
             with suppress(OSError):  # explicitly: a child forked meanwhile holds the same open file
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
 
 def _locked(directory: Path) -> int | None:
+    """A descriptor that holds the lock; -1 for what is no directory, None for what is not there."""
     while True:
         try:
             descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:
+        except FileNotFoundError:
             return None
+        except OSError:
+            return -1
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if os.path.samestat(os.fstat(descriptor), os.lstat(directory)):
