@@ -22,6 +22,7 @@ Pair = collections.namedtuple("Pair", "a b")
 
 def files_of(directory):
     """A reader of the small files in a directory, as `parse` wants it."""
+
     def read(name):
         file = directory / name
         return file.read_bytes() if file.is_file() else None

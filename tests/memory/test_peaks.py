@@ -43,7 +43,8 @@ def measured(work, result_bytes=0):
 
 def run(path, code, *arguments):
     """Run code in a fresh process and return what it measured."""
-    command = [sys.executable, "-c", PRELUDE + textwrap.dedent(code), str(path), str(BUDGET_BYTES + MARGIN_BYTES), *arguments]
+    program = PRELUDE + textwrap.dedent(code)
+    command = [sys.executable, "-c", program, str(path), str(BUDGET_BYTES + MARGIN_BYTES), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -88,7 +89,9 @@ def test_saving_compressed_takes_the_budget(tmp_path):
     assert seen["above_bytes"] <= BUDGET_BYTES + MARGIN_BYTES
 
 
-@pytest.mark.parametrize("like", ["None", "{'w': jax.ShapeDtypeStruct((1 << 16, 4096), 'float32')}"], ids=["numpy", "jax"])
+@pytest.mark.parametrize(
+    "like", ["None", "{'w': jax.ShapeDtypeStruct((1 << 16, 4096), 'float32')}"], ids=["numpy", "jax"]
+)
 def test_loading_a_leaf_of_1_gb_takes_the_budget_above_the_result(tmp_path, like):
     """marin#8480: a load holds at most the result, the budget and 150 MB."""
     run(
@@ -128,9 +131,8 @@ def test_verifying_takes_the_budget(tmp_path):
 
 def test_importing_a_tensor_of_1_gb_takes_the_budget(tmp_path):
     """levanter#506, maxtext#551: an import never holds a whole tensor, let alone the model."""
-    from safetensors.numpy import save_file
-
     import numpy as np
+    from safetensors.numpy import save_file
 
     save_file({"w": np.ones((1 << 16, 4096), np.float32)}, tmp_path / "model.safetensors")
     seen = run(
@@ -146,7 +148,7 @@ def test_importing_a_tensor_of_1_gb_takes_the_budget(tmp_path):
 
 
 def test_loading_orbax_leaves_of_one_chunk_takes_the_budget_above_the_result(tmp_path):
-    """google/orbax#375: Orbax writes a leaf as one zstd chunk, here eight times the budget; it is decoded as a stream."""
+    """google/orbax#375: Orbax writes a leaf as one zstd chunk, here eight times the budget: it is streamed."""
     seen = run(
         tmp_path / "ck",
         """

@@ -128,11 +128,6 @@ def refuse_target(final: Path, *, overwrite: bool) -> None:
         raise CheckpointExistsError(
             f"{final} is a symbolic link to {final.readlink()}. Name that path, choose another, or remove the link."
         )
-    if final.is_symlink():
-        raise CheckpointExistsError(
-            f"{final} is a symbolic link to {final.readlink()}. It is not replaced: write to where it points, or to "
-            "another path and change the link."
-        )
     if not final.is_dir():
         raise CheckpointExistsError(f"{final} is a file. Choose another path, or move it away.")
     names = sorted(entry.name for entry in final.iterdir())
