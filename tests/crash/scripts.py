@@ -16,6 +16,7 @@ from tailrace.testing.model import Model
 
 Step = tuple[Any, ...]
 BUDGET = "8MiB"
+WARM = (tailrace.Writer, tailrace.save, tailrace.fork)  # imported when first used: here, not in every child
 
 # Regions cut chunks, overlap before and after flushes, and complete chunks that were spilled; a leaf is deleted, one
 # declared otherwise, one replaced by a text.
