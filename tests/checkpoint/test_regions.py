@@ -251,6 +251,25 @@ def test_commit_with_holes_leaves_the_writer_open(tmp_path):
         assert checkpoint["leaf"][...].tolist() == [[1] * 4] * 7 + [[2] * 4] * 3
 
 
+@pytest.mark.parametrize("attempt", range(6))
+def test_the_newest_writer_wins_whatever_its_journal_is_called(attempt, tmp_path):
+    """Whole chunks over parts over whole chunks, each by a writer of its own: journals are read in any order."""
+    expected = np.zeros(12, np.int32)
+    for number, region in enumerate([(0, 12), (2, 5), (0, 4), (1, 9), (8, 12), (0, 4), (3, 6)], 1):
+        writer = tailrace.Writer(tmp_path / "model", memory_budget=BUDGET, resume=True)
+        leaf = writer.declare("leaf", shape=(12,), dtype="int32", chunk_shape=(4,))
+        expected[slice(*region)] = number
+        leaf[slice(*region)] = np.full(region[1] - region[0], number, np.int32)
+        writer.flush()
+        writer.close()
+    with tailrace.Writer(tmp_path / "model", memory_budget=BUDGET, resume=True):
+        pass
+    with tailrace.open(tmp_path / "model") as checkpoint:
+        checkpoint.verify()
+
+        assert checkpoint["leaf"][...].tolist() == expected.tolist()
+
+
 def in_threads(work, count):
     """Run `work(number)` on several threads, and raise what they raise."""
     errors = []

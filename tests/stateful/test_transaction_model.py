@@ -170,6 +170,29 @@ class Transactions(RuleBasedStateMachine):
         }
 
     @rule()
+    def look_at_what_a_crash_would_leave(self) -> None:
+        """A copy of the files as they are: resumed, filled in and committed, it holds what was acknowledged."""
+        pending = self.base / "model.tailrace-pending"
+        if not self.flushed:
+            return
+        with tempfile.TemporaryDirectory(prefix="tailrace-") as base:
+            path = Path(base) / "model"
+            shutil.copytree(pending, path.with_name(pending.name), ignore=shutil.ignore_patterns("owner.json"))
+            resumed = tailrace.Writer(path, resume=True, **self.options)
+            expected = self.acknowledged.copy()
+            for key, regions in resumed.missing().items():
+                leaf = expected.leaves[key]
+                handle = resumed.declare(
+                    key, shape=leaf.values.shape, dtype=leaf.values.dtype, chunk_shape=leaf.declaration[2]
+                )
+                for region in regions:
+                    filler = np.ones(region.shape, leaf.values.dtype)
+                    handle.write(region, filler)
+                    expected.write(key, region, filler)
+            resumed.commit().close()
+            _check(path, expected)
+
+    @rule()
     def commit(self) -> None:
         """All or nothing: an incomplete leaf leaves the writer open, a commit is what the model says."""
         if self.model.missing():
@@ -200,6 +223,7 @@ class Transactions(RuleBasedStateMachine):
         )
         shutil.rmtree(self.base / "parent")
         self.model = self.committed.copy()
+        self.flushed = True
         self.acknowledged = self.model.copy()
         self.handles = {
             key: self.writer.declare(
@@ -227,24 +251,28 @@ class Transactions(RuleBasedStateMachine):
     def _check_committed(self) -> None:
         assert self.committed is not None
         assert sorted(entry.name for entry in self.base.iterdir()) == ["model"]
-        with tailrace.open(self.path, memory_budget=BUDGET) as checkpoint:
-            checkpoint.verify()
-            assert sorted(checkpoint.keys()) == self.committed.keys()
-            assert checkpoint.metadata == self.committed.metadata
-            for key in checkpoint:
-                leaf = checkpoint[key]
-                if isinstance(leaf, str):
-                    assert leaf == self.committed.texts[key]
-                else:
-                    expected = self.committed.leaves[key].values
-                    assert leaf.dtype == expected.dtype
-                    assert leaf[...].tobytes() == expected.tobytes()
+        _check(self.path, self.committed)
 
 
 class BufferedTransactions(Transactions):
     """The same on a file system without O_DIRECT."""
 
     direct = False
+
+
+def _check(path: Path, model: Model) -> None:
+    with tailrace.open(path, memory_budget=BUDGET) as checkpoint:
+        checkpoint.verify()
+        assert sorted(checkpoint.keys()) == model.keys()
+        assert checkpoint.metadata == model.metadata
+        for key in checkpoint:
+            leaf = checkpoint[key]
+            if isinstance(leaf, str):
+                assert leaf == model.texts[key]
+            else:
+                expected = model.leaves[key].values
+                assert leaf.dtype == expected.dtype
+                assert leaf[...].tobytes() == expected.tobytes()
 
 
 def _unsynced(call: faults.Call) -> Any:
