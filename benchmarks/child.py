@@ -72,6 +72,8 @@ def _save(job: Job, peer: Peer, spec: states.Spec, rehearsal: states.Spec) -> li
     state = {name: peer.place(leaf) for name, leaf in states.build(spec)}
     if rehearsal is spec:
         _rehearse_save(peer, state, job.path)
+    if rehearsal is spec:
+        measure.warm_memory(2 * states.total_bytes(spec))
     _, window = measure.timed(lambda: peer.save(job.path, dict(state)), made=job.path)
     files, disk = measure.tree_size(Path(job.path))
     return [{"operation": "save", "ok": True, "files": files, "disk_bytes": disk, "result_bytes": 0} | window]
@@ -89,6 +91,8 @@ def _load(job: Job, peer: Peer, spec: states.Spec, rehearsal: states.Spec) -> li
     for operation in job.operations:
         if operation == "load cold":
             measure.make_cold(Path(job.path))
+        if rehearsal is spec:
+            measure.warm_memory(2 * states.total_bytes(spec))
         loaded, window = measure.timed(lambda: peer.load(job.path, spec))
         wrong = states.differences(spec, loaded)
         row = {"operation": operation, "ok": not wrong, "result_bytes": _own_bytes(loaded)}
