@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore as ts
 
 from tailrace.checkpoint.inherit import inherit
 from tailrace.checkpoint.ledger import PREFIX
@@ -220,3 +221,34 @@ def test_inheriting_is_bounded_by_the_budget(tmp_path, base):
         inherit(transaction, parent)
 
     assert transaction.budget.used_bytes == 0
+
+
+@pytest.mark.parametrize("encoding", [("v2", "."), ("v2", "/"), ("default", ".")])
+def test_chunks_of_others_keep_their_keys(tmp_path, stored, encoding):
+    """zarr3 allows other chunk keys than Orbax's; a fork keeps those that the inherited metadata names."""
+    array = np.arange(40_000, dtype=np.float32).reshape(200, 200)
+    other = tmp_path / "other"
+    save(tmp_path / "ours", {"w": array})  # Orbax's JSON files, for the same tree
+    other.mkdir()
+    for name in ("_METADATA", "_CHECKPOINT_METADATA", "_sharding"):
+        shutil.copy(tmp_path / "ours" / name, other)
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "ocdbt", "base": f"file://{other}/", "path": "w/"},
+        "metadata": {
+            "shape": [200, 200],
+            "data_type": "float32",
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [100, 15]}},
+            "chunk_key_encoding": {"name": encoding[0], "configuration": {"separator": encoding[1]}},
+            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+        },
+    }
+    ts.open(spec, create=True).result().write(array).result()
+    with fork(other, tmp_path / "new") as writer:
+        writer.write("more", 1)
+    with open_checkpoint(tmp_path / "new") as checkpoint:
+        checkpoint.verify()
+        found = checkpoint["w"][...]
+
+    assert (found == array).all()
+    assert (stored(tmp_path / "new", "w") == array).all()

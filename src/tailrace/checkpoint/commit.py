@@ -40,8 +40,7 @@ class Contents:
     """All that a commit puts into files. `files` are the data files that chunks count, by relative path.
 
     `dead` maps a file to ranges (offset, length, crc32c) known to be dead, or to hold chunks without a checksum of
-    their own; `trusted` are the files written by this
-    very writer, in which everything else between chunks is padding.
+    their own; `trusted` are the files written by this very writer, in which all else between chunks is padding.
     """
 
     leaves: list[LeafState]  # sorted by name and a following "/", so that their keys are sorted

@@ -86,7 +86,8 @@ class Registry:
     ) -> LeafState:
         """A leaf as another checkpoint stores it. `data` is its zarr.json, kept where it is not what we would write."""
         ours = zarr.render(meta.shape, meta.dtype, meta.chunk_shape, compression=compression)
-        kept = None if zarr.parse(ours, 3).codecs == meta.codecs and meta.key_encoding == "default" else data
+        # The index is written anew, so chunks are always under the keys that we write; how they are encoded stays.
+        kept = None if zarr.parse(ours, 3).codecs == meta.codecs else zarr.with_default_keys(data)
         with self._lock:
             name = disk_name(path)
             self._occupy(path, name)
