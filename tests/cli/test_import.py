@@ -121,15 +121,20 @@ def test_interrupt_leaves_a_resumable_import(tailrace, big_model, tmp_path):
     check_big(tailrace, out)
 
 
-def test_kill_leaves_a_resumable_import(tailrace, big_model, tmp_path):
-    """After SIGKILL nothing is at OUT, and the same command finishes the import."""
-    out = tmp_path / "out"
-    process = started("import", big_model, out, "--memory", "16MiB")
-    wait_for_journal(tmp_path / "out.tailrace-pending", process)
+def killed_import(model, out):
+    """An import to `out` that SIGKILL ends after its first flush."""
+    process = started("import", model, out, "--memory", "16MiB")
+    wait_for_journal(Path(f"{out}.tailrace-pending"), process)
     process.kill()
     process.communicate()
     if process.returncode == 0:
         pytest.skip("the import was done before the signal arrived")
+
+
+def test_kill_leaves_a_resumable_import(tailrace, big_model, tmp_path):
+    """After SIGKILL nothing is at OUT, and the same command finishes the import."""
+    out = tmp_path / "out"
+    killed_import(big_model, out)
 
     assert not out.exists()
     finished = tailrace("import", big_model, out, "--memory", "16MiB")
@@ -140,12 +145,7 @@ def test_kill_leaves_a_resumable_import(tailrace, big_model, tmp_path):
 def test_restart_after_the_source_changed(tailrace, big_model, tmp_path):
     """An unfinished import does not go on with another source; --restart begins again."""
     out = tmp_path / "out"
-    process = started("import", big_model, out, "--memory", "16MiB")
-    wait_for_journal(tmp_path / "out.tailrace-pending", process)
-    process.kill()
-    process.communicate()
-    if process.returncode == 0:
-        pytest.skip("the import was done before the signal arrived")
+    killed_import(big_model, out)
     os.utime(big_model, ns=(1, 1))
 
     refused = tailrace("import", big_model, out)

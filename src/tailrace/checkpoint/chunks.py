@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +17,7 @@ from tailrace.checkpoint.assembly import Assemblies, Assembly, overlay
 from tailrace.checkpoint.leaves import LeafState, Part, Place
 from tailrace.checkpoint.ledger import Ledger
 from tailrace.errors import BudgetError, CorruptionError
-from tailrace.flow import pump
+from tailrace.flow import parallel, pump
 from tailrace.flow.budget import MemoryBudget
 from tailrace.flow.regions import Region, chunks_touching, split
 from tailrace.flow.sources import Array, ArraySource, Source
@@ -27,9 +26,7 @@ from tailrace.storage.datafiles import Lanes
 from tailrace.storage.reading import OpenFiles
 
 Progress = Callable[[int], None]
-Piece = tuple[
-    LeafState, Region, Source, Region, int
-]  # leaf, region in the leaf, source, region in the source, sequence
+Piece = tuple[LeafState, Region, Source, Region, int]  # leaf, region in it, source, region in that, sequence
 LEAST_BUFFER_BYTES = 1 << 16
 DEAD_CRC32C = 0x48674BC7  # crc32c of any bytes followed by their own crc32c, little-endian
 
@@ -314,14 +311,19 @@ class ChunkWriter:
         self._budget.release(self._fixed_bytes)
 
 
-def chunk_share(compression: str | None) -> int:
+def _chunk_share(compression: str | None) -> int:
     """The largest chunk, as a divisor of the budget: encoding holds up to three chunks beside the fixed shares."""
     return 8 if compression else 4
 
 
+def largest_chunk_bytes(budget: MemoryBudget, compression: str | None) -> int:
+    """The largest chunk that may be declared under a budget."""
+    return budget.limit_bytes // _chunk_share(compression)
+
+
 def check_chunk_fits(key: str, chunk_bytes: int, budget: MemoryBudget, compression: str | None) -> None:
     """Refuse a chunk of which the budget cannot hold what writing and assembling it needs."""
-    most = budget.limit_bytes // chunk_share(compression)
+    most = largest_chunk_bytes(budget, compression)
     if chunk_bytes > most:
         raise BudgetError(
             f"leaf {key!r}: chunk_shape makes chunks of {chunk_bytes} bytes, a memory_budget of {budget.limit_bytes} "
@@ -331,8 +333,8 @@ def check_chunk_fits(key: str, chunk_bytes: int, budget: MemoryBudget, compressi
 
 
 def default_threads() -> int:
-    """Threads that write: two keep one disk busy, more help where checksums are the limit."""
-    return min(4, max(2, os.cpu_count() or 2))
+    """Threads that write: at least two, of which one copies while the other waits for the disk."""
+    return max(2, parallel.default_threads())
 
 
 def _chain(first: Piece, second: Piece | None, rest: Iterator[Piece]) -> Iterator[Piece]:

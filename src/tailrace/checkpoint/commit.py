@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
 from crc32c import crc32c
 
 from tailrace.checkpoint import publish
-from tailrace.checkpoint.index import DatabaseIndex
+from tailrace.checkpoint.index import MANIFEST, DatabaseIndex
 from tailrace.checkpoint.leaves import LeafState
 from tailrace.errors import CorruptionError
 from tailrace.flow.regions import Shape
@@ -30,7 +30,7 @@ from tailrace.storage.reading import OpenFiles
 
 SMALL_FILES = (  # all that a commit may write beside data files
     *(orbax.METADATA, orbax.CHECKPOINT_METADATA, orbax.SHARDING, orbax.ARRAY_METADATAS, orbax.STRINGS),
-    *("manifest.ocdbt", manifest.FILE_NAME),
+    *(MANIFEST, manifest.FILE_NAME),
 )
 _READ_BYTES = 1 << 20
 
@@ -69,7 +69,7 @@ def write_files(root: Path, contents: Contents, *, version: str) -> list[str]:
         data_files, unused = _data_files(root, contents)
     data_files[index_file] = described
     listed = {name: SmallFile(len(data), crc32c(data)) for name, data in small.items()}
-    listed["manifest.ocdbt"] = _small_file((root / "manifest.ocdbt").read_bytes())
+    listed[MANIFEST] = _small_file((root / MANIFEST).read_bytes())
     listed[publish.SUCCESS] = _small_file(publish.SUCCESS_TEXT)
     small[manifest.FILE_NAME] = manifest.encode(
         manifest.Manifest(
@@ -134,7 +134,7 @@ def _write_nodes(root: Path, relative: str, contents: Contents) -> DataFileInfo:
         os.fsync(nodes.fileno())
         length = nodes.tell()
     encoded = ocdbt.encode_manifest(tree, uuid=uuid.uuid4().bytes, commit_time_ns=time.time_ns())
-    write_durably(root / "manifest.ocdbt", encoded)
+    write_durably(root / MANIFEST, encoded)
     return DataFileInfo(length)
 
 
@@ -230,11 +230,7 @@ def _checksums(path: Path, ranges: list[tuple[int, int]]) -> Iterator[DeadRange]
         return
     with path.open("rb") as file:
         for offset, length in ranges:
-            file.seek(offset)
-            checksum, left = 0, length
-            while left and (block := file.read(min(_READ_BYTES, left))):
-                checksum, left = crc32c(block, checksum), left - len(block)
-            yield DeadRange(offset, length, checksum)
+            yield DeadRange(offset, length, _read_range(file, offset, length)[0])
 
 
 def _dead_gaps(path: Path, used: list[tuple[int, int]], length: int) -> Iterator[DeadRange]:
@@ -244,11 +240,17 @@ def _dead_gaps(path: Path, used: list[tuple[int, int]], length: int) -> Iterator
         os.fsync(file.fileno())  # what a dead writer appended last may not be on the disk; its checksum is to stay true
         for start, nbytes in [*used, (length, 0)]:
             if start > at:
-                file.seek(at)
-                checksum, zero = 0, True
-                for block in iter(lambda: file.read(min(_READ_BYTES, start - file.tell())), b""):  # noqa: B023 (used at once)
-                    checksum = crc32c(block, checksum)
-                    zero = zero and block.count(0) == len(block)
+                checksum, zero = _read_range(file, at, start - at)
                 if not zero:
                     yield DeadRange(at, start - at, checksum)
             at = max(at, start + nbytes)
+
+
+def _read_range(file: BinaryIO, offset: int, length: int) -> tuple[int, bool]:
+    """The crc32c of a range, and whether it is all zeros."""
+    file.seek(offset)
+    checksum, zero = 0, True
+    while length and (block := file.read(min(_READ_BYTES, length))):
+        checksum, length = crc32c(block, checksum), length - len(block)
+        zero = zero and block.count(0) == len(block)
+    return checksum, zero

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tailrace.checkpoint.chunks import ChunkWriter, check_chunk_fits, chunk_share
+from tailrace.checkpoint.chunks import ChunkWriter, check_chunk_fits, largest_chunk_bytes
 from tailrace.checkpoint.leaves import LeafState, Part, Place
 from tailrace.checkpoint.ledger import Ledger
 from tailrace.checkpoint.pending import Replayed
@@ -167,7 +167,7 @@ class Registry:
         if chunk_shape is None:
             if 0 < math.prod(shape) * dtype.itemsize <= SMALL_BYTES and not stacked:
                 return shape
-            limit = self._budget.limit_bytes * 4 // chunk_share(self._compression)
+            limit = 4 * largest_chunk_bytes(self._budget, self._compression)  # of which it takes a quarter at most
             return zarr.choose_chunk_shape(shape, dtype, budget_bytes=limit, stacked_axes=stacked, target_bytes=nbytes)
         try:
             chunks = tuple(map(operator.index, chunk_shape))
@@ -183,7 +183,7 @@ class Registry:
         return chunks
 
     def _fits(self, leaf: LeafState) -> bool:
-        return leaf.chunk_bytes <= self._budget.limit_bytes // chunk_share(leaf.compression)
+        return leaf.chunk_bytes <= largest_chunk_bytes(self._budget, leaf.compression)
 
     def _new(
         self,

@@ -33,6 +33,10 @@ def run(tasks: Iterable[T], work: Callable[[T], None], pool: ThreadPoolExecutor,
     """Do `work` on every task on several threads, taking tasks one by one as threads come free.
 
     The first error stops the others after their current task and is raised; so does an interrupt of this thread.
+
+    Not `parallel.run_jobs`, by which loads go: there the calling thread works too, and an interrupt that lands inside a
+    write would close the writer for good. Here it only waits. And of several errors the first in time is the cause
+    (a full disk), what comes after it a consequence (a lane that takes no more).
     """
     iterator = iter(tasks)
     taking = threading.Lock()
